@@ -1,0 +1,133 @@
+"""What a capture holds: frozen records, in the order in which the model made them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from attnprobe.errors import InputError
+from attnprobe.masks import MaskRule
+
+
+@dataclass(frozen=True, eq=False)
+class LanguageModel:
+    """A model with its tokenizer, as `load` returns it.
+
+    `tokenizer` is None for a bare model, which then takes token ids only. `name` is what the
+    model was loaded as, for reports.
+    """
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One attention call of one layer: what the kernel was given, and what it returned.
+
+    Sizes: `B` texts, `H` heads, `Hkv` key/value heads, `T` tokens, `S` keys, `D` head size,
+    `Dv` value head size, `E` hidden size. All tensors are detached, in the model's own dtype,
+    on the model's own device.
+    """
+
+    layer: int
+    """Layer, counted from 0 by order of calls of this `kind` within one forward."""
+    name: str
+    """The attention module's name in the model, such as `transformer.h.0.attn`."""
+    kind: Literal["self", "cross"]
+    kernel: str
+    """transformers' name of the kernel that ran: `sdpa`, `eager`, …"""
+    query: Tensor  # (B, H, T, D)
+    key: Tensor  # (B, Hkv, S, D)
+    value: Tensor  # (B, Hkv, S, Dv)
+    scaling: float
+    """The factor on q·k that the model passed to the kernel."""
+    expected_scaling: float
+    """The factor that the formula and the model's config ask for: 1/√d_k where it says no other."""
+    mask: Tensor | None
+    """What the model passed: added to the scores, or boolean (True: may attend), or None."""
+    is_causal: bool
+    """Whether the kernel masks the future by itself where `mask` is None."""
+    expected_mask: MaskRule
+    """M rebuilt from facts: padding, causality, window, cache offset."""
+    step: int = 0
+    """Which forward of the model, counted from 0 since the probe was opened."""
+    terms: tuple[str, ...] = ()
+    """Further terms the model passed that the formula does not hold, such as `softcap`."""
+    dropout: float = 0.0
+    module: nn.Module | None = field(default=None, repr=False)
+    hidden_states: Tensor | None = field(default=None, repr=False)  # (B, T, E): X
+    head_output_model: Tensor | None = field(default=None, repr=False)  # (B, T, H, Dv)
+    weights_model: Tensor | None = field(default=None, repr=False)  # (B, H, T, S), eager only
+    attention_output: Tensor | None = field(default=None, repr=False)  # (B, T, E): after W_O
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype the kernel ran in."""
+        return self.query.dtype
+
+    @property
+    def heads(self) -> int:
+        """The number of (query) heads, H."""
+        return self.query.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """One forward of a model over one or more texts.
+
+    `tokens` are the tokenizer's own strings (or the ids as text, without a tokenizer), one list
+    a text and without the padding; `padding` is True where a token stands and False where a
+    batch was filled up, (B, T) bool. `output` is the model's logits, (B, T, V), or its last
+    hidden state, (B, T, E), where it has no language-model head.
+    """
+
+    lm: LanguageModel | None
+    texts: tuple[str | None, ...]
+    input_ids: Tensor  # (B, T)
+    padding: Tensor  # (B, T) bool
+    tokens: tuple[tuple[str, ...], ...]
+    calls: tuple[AttentionCall, ...]
+    output: Tensor
+    inputs: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    """The keyword arguments of the forward, for running it again."""
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def layers(self) -> int:
+        """The number of self-attention layers."""
+        return sum(call.kind == "self" for call in self.calls)
+
+    def call(self, layer: int, kind: Literal["self", "cross"] = "self") -> AttentionCall:
+        """The attention call of one layer.
+
+        Raises:
+            InputError: the layer is out of range; the message says the range.
+        """
+        calls = [call for call in self.calls if call.kind == kind]
+        if not 0 <= layer < len(calls):
+            raise InputError(
+                f"layer {layer} is out of range: the model has {len(calls)} {kind}-attention "
+                f"layers, numbered 0 to {len(calls) - 1}"
+            )
+        return calls[layer]
+
+    def positions(self, text: int) -> Tensor:
+        """The positions of a text's own tokens within the padded batch, (tokens,) int64.
+
+        Raises:
+            InputError: there is no such text.
+        """
+        if not 0 <= text < len(self):
+            raise InputError(
+                f"text {text} is out of range: the capture holds {len(self)}, "
+                f"numbered 0 to {len(self) - 1}"
+            )
+        return self.padding[text].nonzero().flatten()
