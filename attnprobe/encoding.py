@@ -1,0 +1,102 @@
+"""Texts or token ids → what a model's forward takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from attnprobe.errors import InputError
+from attnprobe.records import LanguageModel
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One or more texts, filled up to one length."""
+
+    texts: tuple[str | None, ...]
+    tokens: tuple[tuple[str, ...], ...]
+    padding: Tensor  # (B, T) bool, True where a token stands
+    inputs: dict[str, Tensor]  # the forward's keyword arguments
+
+
+def encode(
+    lm: LanguageModel, text: Any, padding_side: Literal["left", "right"] | None = None
+) -> Batch:
+    """Tokenize, check and pad.
+
+    Raises:
+        InputError: no text, an empty one, one longer than the model's positions, text without a
+            tokenizer, or ids outside the vocabulary.
+    """
+    texts, ids = _token_ids(lm, text)
+    _check(lm, ids)
+    side = padding_side or getattr(lm.tokenizer, "padding_side", "right")
+    if side not in ("left", "right"):
+        raise InputError(f"padding_side must be 'left' or 'right', not {side!r}")
+    filler = getattr(lm.tokenizer, "pad_token_id", None) or 0
+    device = next(lm.model.parameters()).device
+    rows = [torch.tensor(row, device=device) for row in ids]
+    input_ids = pad_sequence(rows, batch_first=True, padding_value=filler, padding_side=side)
+    marks = [torch.ones_like(row) for row in rows]
+    mask = pad_sequence(marks, batch_first=True, padding_value=0, padding_side=side)  # (B, T)
+    inputs = {"input_ids": input_ids, "attention_mask": mask}
+    accepted = inspect.signature(lm.model.forward).parameters
+    if not mask[:, 0].all() and "position_ids" in accepted:
+        # Absolute positions count from a text's first token, not from the padding before it.
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    return Batch(texts, tuple(_strings(lm, row) for row in ids), mask.bool(), inputs)
+
+
+def _token_ids(lm: LanguageModel, text: Any) -> tuple[tuple[str | None, ...], list[list[int]]]:
+    if isinstance(text, str):
+        text = [text]
+    if isinstance(text, Tensor):
+        text = text.tolist()
+    if not isinstance(text, Sequence) or not text:
+        raise InputError(f"expected a text, a list of texts or token ids, got {text!r}")
+    if all(isinstance(one, str) for one in text):
+        if lm.tokenizer is None:
+            raise InputError("a bare model takes token ids; for text, give (model, tokenizer)")
+        for number, one in enumerate(text):
+            if not one:
+                raise InputError(f"text {number} is empty: there is nothing to attend to")
+        return tuple(text), [list(lm.tokenizer(one)["input_ids"]) for one in text]
+    if all(isinstance(one, int) for one in text):
+        text = [text]
+    rows = [row.tolist() if isinstance(row, Tensor) else row for row in text]
+    if not all(
+        isinstance(row, Sequence) and all(isinstance(one, int) for one in row) for row in rows
+    ):
+        raise InputError("expected token ids as whole numbers, one list of them a text")
+    return (None,) * len(rows), [list(row) for row in rows]
+
+
+def _check(lm: LanguageModel, ids: list[list[int]]) -> None:
+    config = getattr(lm.model, "config", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    vocabulary = getattr(config, "vocab_size", None)
+    for number, row in enumerate(ids):
+        if not row:
+            raise InputError(f"text {number} has no tokens: there is nothing to attend to")
+        if limit is not None and len(row) > limit:
+            raise InputError(
+                f"text {number} has {len(row)} tokens; the model takes at most {limit}. "
+                "Give a shorter text"
+            )
+        if vocabulary is not None and not (0 <= min(row) and max(row) < vocabulary):
+            raise InputError(
+                f"text {number} holds token ids from {min(row)} to {max(row)}; the model's "
+                f"vocabulary has ids 0 to {vocabulary - 1}"
+            )
+
+
+def _strings(lm: LanguageModel, row: list[int]) -> tuple[str, ...]:
+    if lm.tokenizer is None:
+        return tuple(str(one) for one in row)
+    return tuple(lm.tokenizer.decode([one]) for one in row)

@@ -1,0 +1,350 @@
+"""See each attention call of a model as it runs: `probe`, `capture`.
+
+The only module that knows where transformers computes attention: every model asks
+`AttentionInterface.get_interface` for a kernel and calls it with query, key, value and mask. While
+an interception is open, what that returns is wrapped; the kernel, its inputs and its output stay the
+model's own. Forward hooks on the attention modules give what lies on either side of the kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.modeling_utils import AttentionInterface
+
+from attnprobe import facts
+from attnprobe.encoding import encode
+from attnprobe.errors import InputError, ModelError, NonFiniteError
+from attnprobe.models import as_language_model
+from attnprobe.records import AttentionCall, Capture, LanguageModel
+
+KernelOutput = tuple[Tensor, Tensor | None]
+Handler = Callable[[AttentionCall, Callable[[], KernelOutput]], KernelOutput]
+"""Gets a call's inputs and a function that runs the kernel; returns (output (B, T, H, Dv), weights).
+"""
+
+_interceptions: list[_Interception] = []
+_lock = threading.Lock()
+_get_interface = AttentionInterface.get_interface
+
+
+@contextmanager
+def probe(model: nn.Module) -> Iterator[list[AttentionCall]]:
+    """Watch every forward or generate of a model inside the block.
+
+    Yields:
+        A list of `AttentionCall`s that fills as the model runs, in order. The model computes what
+        it would have computed without the probe, with the same kernel, bit for bit.
+    """
+    model = as_language_model(model).model
+    calls: list[AttentionCall] = []
+    places: list[tuple[nn.Module, int]] = []  # calls whose module has not returned yet
+
+    def watch(call: AttentionCall, run: Callable[[], KernelOutput]) -> KernelOutput:
+        output, weights = run()
+        if call.module is not None:
+            places.append((call.module, len(calls)))
+        calls.append(
+            replace(
+                call,
+                head_output_model=output.detach(),
+                weights_model=None if weights is None else weights.detach(),
+            )
+        )
+        return output, weights
+
+    def leave(module: nn.Module, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        for seen, at in places:
+            if seen is module and isinstance(first, Tensor):
+                calls[at] = replace(calls[at], attention_output=first.detach())
+        places[:] = [place for place in places if place[0] is not module]
+
+    with _intercept(_Interception(model, watch, leave)):
+        yield calls
+
+
+@contextmanager
+def replaced(model: nn.Module, kernel: Callable[[AttentionCall], Tensor]) -> Iterator[None]:
+    """Run a model with another function in place of every attention kernel.
+
+    Args:
+        model: the model; it is as before after the block.
+        kernel: gets a call without its outputs, returns the heads' output (B, T, H, Dv).
+    """
+
+    def stand_in(call: AttentionCall, run: Callable[[], KernelOutput]) -> KernelOutput:
+        return kernel(call).to(call.value.dtype), None
+
+    with _intercept(_Interception(model, stand_in, replaces=True)):
+        yield
+
+
+def capture(
+    lm: object,
+    text: str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]],
+    *,
+    padding_side: Literal["left", "right"] | None = None,
+) -> Capture:
+    """Run a model once and keep each attention call's query, key, value and output.
+
+    Args:
+        lm: what `load` returns, a (model, tokenizer) pair, or a bare model with token ids.
+        text: one text, several (a padded batch), or token ids.
+        padding_side: where a batch is filled up; the tokenizer's own side by default. Positions
+            are counted from each text's first token, so the side changes no number but rounding.
+
+    Returns:
+        A `Capture`. It holds no (T, S) tensor, unless the model's own kernel returned its weights
+        (eager), which are kept as `weights_model`.
+
+    Raises:
+        InputError: no text, an empty one, or one longer than the model's positions; ids outside
+            the vocabulary; a model in train mode with dropout.
+        ModelError: no attention call was seen.
+        NonFiniteError: NaN or infinity in the weights or in what was computed.
+    """
+    lm = as_language_model(lm)
+    _refuse_dropout(lm.model)
+    batch = encode(lm, text, padding_side)
+    with torch.no_grad(), probe(lm.model) as calls:
+        outputs = lm.model(**batch.inputs)
+    if not calls:
+        raise ModelError(
+            f"{type(lm.model).__name__} computed no softmax attention that attnprobe can see: it "
+            "has none, or it does not ask transformers' attention interface for it"
+        )
+    output = outputs.logits if "logits" in outputs else outputs.last_hidden_state
+    cap = Capture(
+        lm=lm,
+        texts=batch.texts,
+        input_ids=batch.inputs["input_ids"],
+        padding=batch.padding,
+        tokens=batch.tokens,
+        calls=tuple(calls),
+        output=output.detach(),
+        inputs=batch.inputs,
+    )
+    _refuse_nonfinite(cap)
+    return cap
+
+
+@dataclass(eq=False)
+class _Interception:
+    """One open probe or replacement: which modules it concerns, and where the forward stands."""
+
+    model: nn.Module
+    handle: Handler
+    leave: Callable[[nn.Module, Any], None] | None = None
+    replaces: bool = False
+    names: dict[nn.Module, str] = field(default_factory=dict)
+    frames: list[dict[str, Any]] = field(default_factory=list)  # arguments of the models running
+    inside: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)  # attentions
+    counts: dict[str, int] = field(default_factory=dict)  # calls so far in this forward, by kind
+    step: int = -1
+
+    def __post_init__(self) -> None:
+        self.names = {module: name for name, module in self.model.named_modules()}
+
+    def enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.frames:
+            self.step += 1
+            self.counts = {}
+        arguments = _arguments(module, args, kwargs)
+        caches = [value for value in arguments.values() if isinstance(value, Cache)]
+        # Read now: once the layers have run, the cache holds this forward's tokens too.
+        arguments["past"] = int(caches[0].get_seq_length()) if caches else 0
+        self.frames.append(arguments)
+
+    def leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.frames.pop()
+
+    def enter_attention(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.inside.append((module, _arguments(module, args, kwargs)))
+
+    def leave_attention(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.inside.pop()
+        if self.leave is not None:
+            self.leave(module, output)
+
+    def record(self, kernel: str, module: nn.Module, arguments: dict[str, Any]) -> AttentionCall:
+        """The call's inputs and facts, from what the kernel is about to be given."""
+        own = next((inside for seen, inside in reversed(self.inside) if seen is module), {})
+        frame = self.frames[-1] if self.frames else {}
+        query, key, value = (arguments[name].detach() for name in ("query", "key", "value"))
+        cached = next((arg for arg in own.values() if isinstance(arg, Cache)), None)
+        if cached is not None and cached.is_compileable:  # a buffer that the next step writes into
+            key, value = key.clone(), value.clone()
+        others = ("encoder_hidden_states", "key_value_states")
+        kind: Literal["self", "cross"] = (
+            "cross" if any(own.get(name) is not None for name in others) else "self"
+        )
+        layer = self.counts.get(kind, 0)
+        self.counts[kind] = layer + 1
+        config = getattr(module, "config", None) or getattr(self.model, "config", None)
+        padding = frame.get("attention_mask" if kind == "self" else "encoder_attention_mask")
+        scaling = arguments.get("scaling")
+        causal = arguments.get("is_causal")
+        mask = arguments.get("attention_mask")
+        hidden = own.get("hidden_states")
+        return AttentionCall(
+            layer=layer,
+            name=self.names[module],
+            kind=kind,
+            kernel=kernel,
+            query=query,
+            key=key,
+            value=value,
+            scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+            expected_scaling=facts.expected_scaling(config, query.shape[-1], layer),
+            mask=mask.detach() if isinstance(mask, Tensor) else None,
+            is_causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
+            expected_mask=facts.mask_rule(
+                module,
+                config,
+                layer,
+                kind,
+                (query.shape[0], query.shape[2], key.shape[2]),
+                padding,
+                frame.get("past", 0),
+            ),
+            step=max(self.step, 0),
+            terms=tuple(term for term in facts.TERMS if arguments.get(term) is not None),
+            dropout=float(arguments.get("dropout") or 0.0),
+            module=module,
+            hidden_states=hidden.detach() if isinstance(hidden, Tensor) else None,
+        )
+
+
+@contextmanager
+def _intercept(interception: _Interception) -> Iterator[None]:
+    """Hook the model and open the seam; both are as before when the block ends, however it ends."""
+    with ExitStack() as stack:
+        for module in interception.names:
+            if isinstance(module, PreTrainedModel) or module is interception.model:
+                enter, leave = interception.enter_model, interception.leave_model
+            elif _asks_for_kernel(type(module)):
+                enter, leave = interception.enter_attention, interception.leave_attention
+            else:
+                continue
+            before = module.register_forward_pre_hook(enter, with_kwargs=True)
+            stack.callback(before.remove)
+            # always_call: an exception in the forward must not leave the stacks unbalanced.
+            after = module.register_forward_hook(leave, always_call=True)
+            stack.callback(after.remove)
+        with _lock:
+            _interceptions.append(interception)
+            # Replacements stand nearest to the kernel: a probe sees what they computed.
+            _interceptions.sort(key=lambda one: not one.replaces)
+            AttentionInterface.get_interface = _get_watched_interface
+        try:
+            yield
+        finally:
+            with _lock:
+                _interceptions.remove(interception)
+                if not _interceptions:
+                    AttentionInterface.get_interface = _get_interface
+
+
+def _get_watched_interface(
+    self: AttentionInterface, implementation: str, default: Callable[..., KernelOutput]
+) -> Callable[..., KernelOutput]:
+    kernel = _get_interface(self, implementation, default)
+    return functools.partial(_watched_kernel, kernel, implementation)
+
+
+def _watched_kernel(
+    kernel: Callable[..., KernelOutput],
+    implementation: str,
+    module: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> KernelOutput:
+    """Call the kernel through every interception that concerns the module."""
+    run = functools.partial(kernel, module, *args, **kwargs)
+    concerned = [one for one in _interceptions if module in one.names]
+    if not concerned:
+        return run()
+    arguments = _named(kernel, (module, *args), kwargs)
+    for one in concerned:
+        call = one.record(implementation or "eager", module, arguments)
+        run = functools.partial(one.handle, call, run)
+    return run()
+
+
+def _named(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call by name, those gathered in **kwargs among them."""
+    names = list(inspect.signature(function).parameters)
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    return _named(_forward(type(module)), (module, *args), kwargs) if args else dict(kwargs)
+
+
+def _forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    """A module class's own forward, under transformers' decorators."""
+    return inspect.unwrap(cls.forward)
+
+
+@functools.cache
+def _asks_for_kernel(cls: type[nn.Module]) -> bool:
+    """Whether a module's forward asks for an attention kernel: its code names the registry."""
+    code = getattr(_forward(cls), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _refuse_dropout(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        rate = module.p if isinstance(module, nn.Dropout) else 0.0
+        rate = rate or getattr(module, "attention_dropout", 0.0)
+        if module.training and isinstance(rate, float) and rate > 0:
+            raise InputError(
+                f"the model is in train mode with dropout {rate} at {name}: its attention would "
+                "be random. Call model.eval() first"
+            )
+
+
+def _refuse_nonfinite(cap: Capture) -> None:
+    """Refuse NaN and infinity, in tokens' rows of what was computed; name the first bad weight."""
+    rows = cap.padding
+    for call in cap.calls:
+        by_row = {"query": call.query, "head output": call.head_output_model}
+        for what, tensor in by_row.items():
+            if tensor is None or torch.isfinite(tensor).all():
+                continue
+            by_token = tensor.transpose(1, 2) if what == "query" else tensor
+            if by_token.shape[:2] != rows.shape or not torch.isfinite(by_token[rows]).all():
+                raise _nonfinite(cap.lm, f"layer {call.layer}: the {what}", call.dtype)
+    if not torch.isfinite(cap.output[rows]).all():
+        raise _nonfinite(cap.lm, "the model's output", cap.output.dtype)
+
+
+def _nonfinite(lm: LanguageModel | None, where: str, dtype: torch.dtype) -> NonFiniteError:
+    assert lm is not None
+    for name, parameter in lm.model.named_parameters():
+        bad = int((~torch.isfinite(parameter)).sum())
+        if bad:
+            return NonFiniteError(
+                f"{where} holds NaN or infinity, and so does the weight {name}: {bad} of "
+                f"{parameter.numel()} numbers, the first such weight in the model"
+            )
+    return NonFiniteError(
+        f"{where} holds NaN or infinity though every weight is finite: the computation overflows "
+        f"in {str(dtype).removeprefix('torch.')}. Load the model with dtype float32 or bfloat16"
+    )

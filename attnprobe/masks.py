@@ -1,0 +1,92 @@
+"""M, the mask, built anew from facts: padding, causality, window, cache offset.
+
+Pure tensors: nothing here knows transformers. A mask is kept as a rule and made a tile of rows at a
+time, so that no (T, S) tensor need exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MASKED_BELOW = -1e4
+"""An additive mask entry at or below this hides its key.
+
+Models write -inf, the dtype's lowest number (-65504 in float16), or, in old checkpoints, -10000.
+exp(-10000) is 0 in every dtype up to float64.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class MaskRule:
+    """Which keys each query may attend to.
+
+    Query `i` stands at position `offset + i` among the keys. It may attend to key `j` if all hold:
+    `padding[b, j]`; `j <= offset + i`, where `causal`; `j > offset + i - window`, where there is a
+    window (so that a window of 1 is the word itself).
+
+    Attributes:
+        queries: T, the number of queries.
+        keys: S, the number of keys.
+        causal: no query sees a later key.
+        window: how many keys back a query sees, itself included; None for all.
+        padding: (B, S) bool, True where a token stands; None where nothing is padded.
+        offset: how many keys stand before the first query, as when a cache holds them.
+    """
+
+    queries: int
+    keys: int
+    causal: bool = True
+    window: int | None = None
+    padding: Tensor | None = None
+    offset: int = 0
+
+    def reach(self, stop: int) -> int:
+        """How many keys, from the first, the queries before `stop` can see at most."""
+        return min(self.keys, self.offset + stop) if self.causal else self.keys
+
+    def allowed(self, start: int = 0, stop: int | None = None, device: object = None) -> Tensor:
+        """Rows `start` to `stop` of the mask, up to the last key they can reach.
+
+        Returns:
+            (B or 1, 1, stop - start, reach(stop)) bool, True where a query may attend.
+        """
+        stop = self.queries if stop is None else stop
+        device = self.padding.device if self.padding is not None else device
+        keys = self.reach(stop)
+        key_pos = torch.arange(keys, device=device)  # type: ignore[call-overload]
+        query_pos = torch.arange(start, stop, device=device)[:, None] + self.offset  # type: ignore[call-overload]
+        allowed = torch.ones(stop - start, keys, dtype=torch.bool, device=key_pos.device)  # (t, K)
+        if self.causal:
+            allowed &= key_pos <= query_pos
+        if self.window is not None:
+            allowed &= key_pos > query_pos - self.window
+        if self.padding is None:
+            return allowed[None, None]  # (1, 1, t, K)
+        return allowed[None, None] & self.padding[:, None, None, :keys]  # (B, 1, t, K)
+
+
+def additive(allowed: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """M as it stands in softmax(QKᵀ/√d_k + M)V: 0 where a query may attend, -inf elsewhere."""
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(
+        ~allowed, -torch.inf
+    )
+
+
+def disagreement(passed: Tensor, allowed: Tensor) -> Tensor:
+    """Where a mask that a model passed differs from the rebuilt one, (B, H or 1, t, K) bool.
+
+    Args:
+        passed: boolean (True: may attend) or additive, broadcastable to `allowed`.
+        allowed: what `MaskRule.allowed` gives.
+
+    An additive entry that neither is 0 nor hides its key counts as a difference where the query
+    may attend. Rows in which no key is allowed have no meaning and never differ.
+    """
+    if passed.dtype == torch.bool:
+        differs = passed != allowed
+    else:
+        differs = torch.where(allowed, passed != 0, ~(passed <= MASKED_BELOW))
+    return differs & allowed.any(-1, keepdim=True)
