@@ -2,8 +2,8 @@
 
 The only module that knows where transformers computes attention: every model asks
 `AttentionInterface.get_interface` for a kernel and calls it with query, key, value and mask. While
-an interception is open, what that returns is wrapped; the kernel, its inputs and its output stay the
-model's own. Forward hooks on the attention modules give what lies on either side of the kernel.
+an interception is open, what that returns is wrapped; the kernel, its inputs and its output stay
+the model's own. Forward hooks on the attention modules give what lies on either side of the kernel.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from attnprobe.records import AttentionCall, Capture, LanguageModel
 
 KernelOutput = tuple[Tensor, Tensor | None]
 Handler = Callable[[AttentionCall, Callable[[], KernelOutput]], KernelOutput]
-"""Gets a call's inputs and a function that runs the kernel; returns (output (B, T, H, Dv), weights).
-"""
+"""Gets a call's inputs and a function that runs the kernel; returns what a kernel returns: the
+output (B, T, H, Dv), and the weights or None."""
 
 _interceptions: list[_Interception] = []
 _lock = threading.Lock()
@@ -45,7 +45,6 @@ def probe(model: nn.Module) -> Iterator[list[AttentionCall]]:
         A list of `AttentionCall`s that fills as the model runs, in order. The model computes what
         it would have computed without the probe, with the same kernel, bit for bit.
     """
-    model = as_language_model(model).model
     calls: list[AttentionCall] = []
     places: list[tuple[nn.Module, int]] = []  # calls whose module has not returned yet
 
@@ -234,7 +233,7 @@ def _intercept(interception: _Interception) -> Iterator[None]:
         for module in interception.names:
             if isinstance(module, PreTrainedModel) or module is interception.model:
                 enter, leave = interception.enter_model, interception.leave_model
-            elif _asks_for_kernel(type(module)):
+            elif _asks_for_kernel(_forward(type(module))):
                 enter, leave = interception.enter_attention, interception.leave_attention
             else:
                 continue
@@ -291,21 +290,20 @@ def _named(
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def _arguments(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return _named(_forward(type(module)), (module, *args), kwargs) if args else dict(kwargs)
 
 
 def _forward(cls: type[nn.Module]) -> Callable[..., Any]:
     """A module class's own forward, under transformers' decorators."""
-    return inspect.unwrap(cls.forward)
+    forward: Callable[..., Any] = inspect.unwrap(cls.forward)
+    return forward
 
 
 @functools.cache
-def _asks_for_kernel(cls: type[nn.Module]) -> bool:
+def _asks_for_kernel(forward: Callable[..., Any]) -> bool:
     """Whether a module's forward asks for an attention kernel: its code names the registry."""
-    code = getattr(_forward(cls), "__code__", None)
+    code = getattr(forward, "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
