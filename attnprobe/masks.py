@@ -47,17 +47,25 @@ class MaskRule:
         """How many keys, from the first, the queries before `stop` can see at most."""
         return min(self.keys, self.offset + stop) if self.causal else self.keys
 
-    def allowed(self, start: int = 0, stop: int | None = None, device: object = None) -> Tensor:
-        """Rows `start` to `stop` of the mask, up to the last key they can reach.
+    def allowed(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        keys: int | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Rows `start` to `stop` of the mask, over the first `keys` keys: by default, those that
+        the rows can reach.
 
         Returns:
-            (B or 1, 1, stop - start, reach(stop)) bool, True where a query may attend.
+            (B or 1, 1, stop - start, keys) bool, True where a query may attend.
         """
         stop = self.queries if stop is None else stop
+        keys = self.reach(stop) if keys is None else keys
         device = self.padding.device if self.padding is not None else device
-        keys = self.reach(stop)
-        key_pos = torch.arange(keys, device=device)  # type: ignore[call-overload]
-        query_pos = torch.arange(start, stop, device=device)[:, None] + self.offset  # type: ignore[call-overload]
+        key_pos = torch.arange(keys, device=device)
+        query_pos = torch.arange(start, stop, device=device)[:, None] + self.offset
         allowed = torch.ones(stop - start, keys, dtype=torch.bool, device=key_pos.device)  # (t, K)
         if self.causal:
             allowed &= key_pos <= query_pos

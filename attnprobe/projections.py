@@ -1,0 +1,77 @@
+"""X → query, key, value, and heads → W_O, from the layer's own weights, family by family.
+
+A family is known by its attention class. What is not known is said to be so, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from attnprobe.formula import Arithmetic, linear
+from attnprobe.records import AttentionCall
+
+Projected = tuple[Tensor, Tensor]
+"""What a projection should give, and the bound on its rounding: both float64."""
+
+
+def projected(call: AttentionCall, rounding: Arithmetic) -> dict[str, Projected] | str:
+    """X·W + b for query, key and value, each (B, H or Hkv, T, D); or why that is not known.
+
+    Key and value are those of this forward's own T tokens, not what a cache adds before them.
+    """
+    family = FAMILIES.get(type(call.module).__name__)
+    if family is None:
+        return f"the projections of {type(call.module).__name__} are not known"
+    if call.hidden_states is None:
+        return "the attention module's input was not seen"
+    if call.kind == "cross":
+        return "the projections of cross-attention are not known"
+    return family[0](call, rounding)
+
+
+def merged(call: AttentionCall, rounding: Arithmetic) -> Projected | str:
+    """heads · W_O + b, (B, T, E), from the model's own head output; or why that is not known."""
+    family = FAMILIES.get(type(call.module).__name__)
+    if family is None:
+        return f"the output projection of {type(call.module).__name__} is not known"
+    if call.head_output_model is None or call.attention_output is None:
+        return "the attention module's output was not seen"
+    return family[1](call, rounding)
+
+
+def _gpt2_projected(call: AttentionCall, rounding: Arithmetic) -> dict[str, Projected]:
+    """One matrix of shape (E, 3E) holds W_Q, W_K and W_V side by side, each with H·D columns."""
+    assert call.module is not None
+    assert call.hidden_states is not None
+    weights = call.module.c_attn.weight.detach().chunk(3, dim=1)  # 3 × (E, E)
+    biases = call.module.c_attn.bias.detach().chunk(3)
+    result = {}
+    for name, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
+        y, bound = linear(call.hidden_states, weight, bias, rounding)  # (B, T, E)
+        result[name] = (_split_heads(y, call.heads), _split_heads(bound, call.heads))
+    return result
+
+
+def _gpt2_merged(call: AttentionCall, rounding: Arithmetic) -> Projected:
+    assert call.module is not None
+    assert call.head_output_model is not None
+    heads = call.head_output_model.flatten(-2)  # (B, T, E): heads side by side
+    out = call.module.c_proj
+    return linear(heads, out.weight.detach(), out.bias.detach(), rounding)
+
+
+def _split_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, T, H·D) -> (B, H, T, D)."""
+    batch, tokens, _ = x.shape
+    return x.view(batch, tokens, heads, -1).transpose(1, 2)
+
+
+FAMILIES: dict[
+    str,
+    tuple[
+        Callable[[AttentionCall, Arithmetic], dict[str, Projected]],
+        Callable[[AttentionCall, Arithmetic], Projected],
+    ],
+] = {"GPT2Attention": (_gpt2_projected, _gpt2_merged)}

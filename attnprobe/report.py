@@ -1,0 +1,206 @@
+"""What `verify` returns: a row per check, layer and head, and the verdict they add up to."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import pandas as pd
+
+Verdict = Literal["verified", "mismatch", "not_checked"]
+
+COLUMNS = ["check", "layer", "head", "error", "bound", "ratio", "verdict", "reason"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison.
+
+    `error` is the absolute difference at the number that stands worst against its own bound,
+    `bound` the bound at that number, and `ratio` error / bound: above 1 is a mismatch. `head` is
+    None where the comparison is of a whole layer, `layer` too where it is of the whole model.
+    """
+
+    check: str
+    layer: int | None
+    head: int | None
+    error: float = math.nan
+    bound: float = math.nan
+    reason: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """error / bound; 0 where there is no error, infinite where there is no room for one."""
+        if self.error == 0:
+            return 0.0
+        if math.isnan(self.error) or math.isnan(self.bound):
+            return math.nan if self.verdict == "not_checked" else math.inf
+        return self.error / self.bound if self.bound > 0 else math.inf
+
+    @property
+    def verdict(self) -> Verdict:
+        """verified where error ≤ bound; a row without numbers is not_checked, for its reason."""
+        if math.isnan(self.bound):
+            return "not_checked"
+        return "verified" if self.error <= self.bound else "mismatch"
+
+
+@dataclass(frozen=True, eq=False)
+class VerificationReport:
+    """The rows of a verification, and what they mean.
+
+    Attributes:
+        rows: a `Row` per check, layer and head.
+        model: what the model was loaded as.
+        kernel: transformers' name of the kernel that ran.
+        dtype: the dtype it ran in.
+        texts: how many texts were given.
+        tokens: how many tokens they hold together, without padding.
+        rows_left_out: query rows that may attend to no key (padding on the left), summed over
+            layers: they have no meaning, and are not compared.
+    """
+
+    rows: tuple[Row, ...]
+    model: str
+    kernel: str
+    dtype: str
+    texts: int
+    tokens: int
+    rows_left_out: int
+
+    @property
+    def verdict(self) -> Verdict:
+        """mismatch, if any row is; verified, if every layer's `output` is; else not_checked."""
+        if any(row.verdict == "mismatch" for row in self.rows):
+            return "mismatch"
+        outputs = [row.verdict for row in self.rows if row.check == "output"]
+        return "verified" if outputs and set(outputs) == {"verified"} else "not_checked"
+
+    @property
+    def passed(self) -> bool:
+        """Whether every layer's `output` is verified and nothing mismatches."""
+        return self.verdict == "verified"
+
+    @property
+    def worst(self) -> Row | None:
+        """The row that stands worst against its bound; None where nothing was compared."""
+        compared = [row for row in self.rows if row.verdict != "not_checked"]
+        return max(compared, key=lambda row: row.ratio, default=None)
+
+    @property
+    def summary(self) -> str:
+        """The verdict in one line."""
+        if self.worst is None:
+            reasons = "; ".join(dict.fromkeys(row.reason for row in self.rows))
+            return f"NOT CHECKED: {reasons}"
+        at = f"{_place(self.worst)}: error {self.worst.error:.1e}, bound {self.worst.bound:.1e}"
+        if self.verdict == "mismatch":
+            count = sum(row.verdict == "mismatch" for row in self.rows)
+            return (
+                f"MISMATCH: the model did not compute softmax(QKᵀ/√d_k + M)V; {count} of "
+                f"{len(self.rows)} comparisons exceed their bound, most of all {at}"
+            )
+        if self.verdict == "not_checked":
+            reasons = "; ".join(
+                dict.fromkeys(row.reason for row in self.rows if row.check == "output")
+            )
+            return f"NOT CHECKED: output: {reasons or 'the check was not asked for'}"
+        layers = len({row.layer for row in self.rows if row.check == "output"})
+        heads = sum(row.check == "output" for row in self.rows)
+        return (
+            f"VERIFIED: the model computed softmax(QKᵀ/√d_k + M)V in all {layers} layers and "
+            f"{heads} heads; the worst comparison stands at {self.worst.ratio:.1%} of its bound "
+            f"({_place(self.worst)})"
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row per comparison: check, layer, head, error, bound, ratio, verdict, reason.
+
+        `layer` and `head` are nullable Int64, `error`, `bound` and `ratio` float64.
+        """
+        records = [
+            asdict(row) | {"ratio": row.ratio, "verdict": row.verdict} for row in self.rows
+        ]
+        frame = pd.DataFrame(records, columns=COLUMNS)
+        return frame.astype({"layer": "Int64", "head": "Int64"})
+
+    def by_layer(self) -> VerificationReport:
+        """Only the row of each check and layer that stands worst against its bound."""
+        return self._worst_of(lambda row: (row.check, row.layer))
+
+    def by_check(self) -> VerificationReport:
+        """Only the row of each check that stands worst against its bound."""
+        return self._worst_of(lambda row: row.check)
+
+    def _worst_of(self, place: Callable[[Row], Hashable]) -> VerificationReport:
+        worst: dict[Hashable, Row] = {}
+        for row in self.rows:
+            best = worst.get(place(row))
+            if best is None or _badness(row) > _badness(best):
+                worst[place(row)] = row
+        return replace(self, rows=tuple(worst.values()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report for JSON: plain numbers, strings and None; no NaN, no infinity."""
+        rows = [
+            {
+                **asdict(row),
+                "error": _finite(row.error),
+                "bound": _finite(row.bound),
+                "ratio": _finite(row.ratio),
+                "verdict": row.verdict,
+            }
+            for row in self.rows
+        ]
+        head = {
+            name: getattr(self, name)
+            for name in ("model", "kernel", "dtype", "texts", "tokens", "rows_left_out")
+        }
+        return {"verdict": self.verdict, "passed": self.passed, "summary": self.summary} | head | {
+            "rows": rows
+        }
+
+    def __repr__(self) -> str:
+        table = _readable(self.by_check().to_frame()).to_string(index=False)
+        return f"{self._heading()}\n{table}\n{self.summary}"
+
+    def _repr_html_(self) -> str:
+        table = _readable(self.by_check().to_frame()).to_html(index=False, border=0)
+        heading, summary = html.escape(self._heading()), html.escape(self.summary)
+        return f"<p>{heading}</p>{table}<p><strong>{summary}</strong></p>"
+
+    def _heading(self) -> str:
+        left_out = (
+            f", {self.rows_left_out} rows without a key left out" if self.rows_left_out else ""
+        )
+        return (
+            f"{self.model}: {self.texts} text{'s' * (self.texts != 1)}, {self.tokens} tokens, "
+            f"{self.kernel} kernel in {self.dtype}{left_out}; the worst of each check:"
+        )
+
+
+def _badness(row: Row) -> float:
+    return -1.0 if row.verdict == "not_checked" else row.ratio
+
+
+def _place(row: Row) -> str:
+    layer = "" if row.layer is None else f", layer {row.layer}"
+    head = "" if row.head is None else f", head {row.head}"
+    return f"{row.check}{layer}{head}"
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _readable(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame as text: errors to two digits, the ratio as a percentage, nothing for no number."""
+    formats = {"error": "{:.1e}", "bound": "{:.1e}", "ratio": "{:.1%}", "layer": "{}", "head": "{}"}
+    text = {
+        name: ["" if pd.isna(value) else form.format(value) for value in frame[name]]
+        for name, form in formats.items()
+    }
+    return frame.assign(**text)
