@@ -1,0 +1,156 @@
+"""An id on the Hugging Face hub → a folder in the hub's cache, within seconds or not at all."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from pathlib import Path
+
+from huggingface_hub import (
+    constants,
+    get_hf_file_metadata,
+    hf_hub_url,
+    is_offline_mode,
+    scan_cache_dir,
+    snapshot_download,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import (
+    CacheNotFound,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import httpx, validate_repo_id  # type: ignore[attr-defined]
+
+from attnprobe.errors import ModelError
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+"""The files of which a folder must hold one to be a model with safetensors weights."""
+
+_DOWNLOADS = ["*.json", "*.txt", "*.model", "*.jinja", "model.safetensors*", "model-*.safetensors"]
+_PROBE_SECONDS = 4
+
+logger = logging.getLogger(__name__)
+
+
+def fetch(source: str, revision: str | None = None, *, code: bool = False) -> Path:
+    """Download a model, or take it from the cache where the hub cannot be reached.
+
+    Gives the folder of one commit, named after it. `code` asks for the model's Python files too.
+
+    Raises:
+        ModelError: no such model or revision, none this user may read, or the hub cannot be
+            reached and the cache does not hold the model.
+    """
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        raise ModelError(
+            f"there is no folder {source!r}, and it cannot be a hub id. {_what_works()}"
+        ) from None
+    unreachable = _why_unreachable(source, revision)
+    if unreachable is None:
+        return _download(source, revision, code)
+    config = try_to_load_from_cache(source, "config.json", revision=revision)
+    if not isinstance(config, str):
+        at = "" if revision is None else f" at revision {revision!r}"
+        raise ModelError(
+            f"{source!r}{at} is neither a folder nor in the hub's cache, and the hub at "
+            f"{constants.ENDPOINT} cannot be reached ({unreachable}). {_what_works()}"
+        )
+    logger.warning("%s is taken from the cache: the hub is not reached (%s)", source, unreachable)
+    return Path(config).parent
+
+
+def _why_unreachable(source: str, revision: str | None) -> str | None:
+    """Ask the hub for the model's config: None if it is there, the reason if the hub is not.
+
+    The question is asked in a thread that can be left behind: a name look-up knows no timeout.
+
+    Raises:
+        ModelError: the hub's answer is no.
+    """
+    if is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    answers: queue.SimpleQueue[str | ModelError | None] = queue.SimpleQueue()
+    threading.Thread(target=lambda: answers.put(_ask(source, revision)), daemon=True).start()
+    try:
+        answer = answers.get(timeout=_PROBE_SECONDS + 1)
+    except queue.Empty:
+        return f"no answer within {_PROBE_SECONDS + 1} seconds"
+    if isinstance(answer, ModelError):
+        raise answer
+    return answer
+
+
+def _ask(source: str, revision: str | None) -> str | ModelError | None:
+    url = hf_hub_url(source, "config.json", revision=revision)
+    page = f"{constants.ENDPOINT}/{source}"
+    try:
+        get_hf_file_metadata(url, timeout=_PROBE_SECONDS)
+    except GatedRepoError:
+        return ModelError(
+            f"{source!r} is gated: ask for access at {page}, then log in with `hf auth login`"
+        )
+    except RevisionNotFoundError:
+        return ModelError(f"{source!r} has no revision {revision!r}: see {page}/tree/main")
+    except RemoteEntryNotFoundError:
+        return ModelError(
+            f"{source!r} has no config.json on the hub, so transformers cannot load it. If it "
+            "holds a .gguf file, download that and give its path"
+        )
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if isinstance(error, RepositoryNotFoundError) or status in (401, 403):
+            return ModelError(
+                f"there is no folder {source!r}, and the hub shows no such model to you (status "
+                f"{status}): check the name, or log in with `hf auth login` if it is private"
+            )
+        return f"it answers with status {status}"
+    except (httpx.HTTPError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _download(source: str, revision: str | None, code: bool) -> Path:
+    try:
+        folder = snapshot_download(
+            source,
+            revision=revision,
+            allow_patterns=[*_DOWNLOADS, "*.py"] if code else _DOWNLOADS,
+            ignore_patterns=None if code else ["*/*"],  # other frameworks' weights, examples
+            etag_timeout=_PROBE_SECONDS,
+        )
+    except (httpx.HTTPError, OSError, ValueError) as error:
+        raise ModelError(f"the download of {source!r} failed: {error}") from error
+    return Path(folder)
+
+
+def _what_works() -> str:
+    cached = ", ".join(_cached_models()) or "none yet"
+    return (
+        "What works without the hub: 'bundled', a folder, a .gguf file, "
+        f"or a model in the cache ({cached})"
+    )
+
+
+def _cached_models() -> list[str]:
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    files = {
+        repo.repo_id: {file.file_name for commit in repo.revisions for file in commit.files}
+        for repo in repositories
+        if repo.repo_type == "model"
+    }
+    return sorted(
+        name
+        for name, held in files.items()
+        if "config.json" in held and not held.isdisjoint(WEIGHTS)
+    )

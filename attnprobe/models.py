@@ -1,0 +1,346 @@
+"""Loading a model with its tokenizer: the bundled one, a folder, a GGUF file, or a hub id."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import resources, util
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging as transformers_logging
+
+from attnprobe import hub
+from attnprobe.errors import AttnprobeError, InputError, ModelError
+from attnprobe.records import LanguageModel
+
+BUNDLED = "bundled"
+"""The source that names the small GPT-2 within this package."""
+
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "spiece.model", "*.bpe.model")
+
+# Weights of a checkpoint that stand behind the last layer and that neither attention nor the
+# logits of the class named in the config depend on: BERT's pooler and sentence-order heads.
+_WITHOUT_EFFECT = re.compile(r"(^|\.)pooler\.|^cls\.seq_relationship\.|^sop_classifier\.")
+
+# What transformers, safetensors and the GGUF reader raise over files they cannot use.
+_UNUSABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    ImportError,
+    RuntimeError,
+    struct.error,
+    SafetensorError,
+    StrictDataclassError,
+)
+
+
+def load(
+    source: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    dtype: str | torch.dtype = "float32",
+    attn: str | None = None,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+) -> LanguageModel:
+    """Load a model with its tokenizer, in eval mode.
+
+    Args:
+        source: `"bundled"`, a folder, a path ending in `.gguf`, or an id on the Hugging Face hub.
+            A folder goes before a hub id of the same name.
+        revision: branch, tag or commit, for a hub id.
+        dtype: `"float32"`, `"float16"`, `"bfloat16"`, `"float64"`, or `"auto"`: as stored.
+            A GGUF file's weights are unpacked to it.
+        attn: transformers' name of an attention kernel: `"sdpa"`, `"eager"`, …; None leaves the
+            choice to transformers.
+        device: where the model goes.
+        trust_remote_code: run code that the model brings along.
+
+    A folder without tokenizer files gives a `LanguageModel` without a tokenizer. Weights are read
+    from safetensors or GGUF only: a pickle runs whatever code is in it.
+
+    Raises:
+        InputError: a dtype, kernel or device that does not exist, or a revision of a local model.
+        ModelError: no such model, none that the hub lets this user read, none that transformers
+            can load, or one whose weights do not fit it.
+    """
+    weights_dtype = _dtype(dtype)
+    where = _device(device)
+    kernel = {} if attn is None else {"attn_implementation": _kernel(attn)}
+    name = os.fspath(source)
+    with _refusing(name):
+        place = _locate(name, revision, trust_remote_code)
+        options = {"local_files_only": True, "trust_remote_code": trust_remote_code} | place.gguf
+        with _quiet():
+            model = _model(place, weights_dtype, kernel, options)
+            tokenizer = _tokenizer(place, options)
+        model.eval().to(where)
+    return LanguageModel(model, tokenizer, place.name)
+
+
+def as_language_model(lm: Any) -> LanguageModel:
+    """Take a `LanguageModel`, a `(model, tokenizer)` pair or a bare model for the first of them.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    if isinstance(lm, LanguageModel):
+        return lm
+    if isinstance(lm, nn.Module):
+        return LanguageModel(lm, None, _own_name(lm))
+    if isinstance(lm, tuple) and len(lm) == 2:
+        model, tokenizer = lm
+        fits = tokenizer is None or isinstance(tokenizer, PreTrainedTokenizerBase)
+        if isinstance(model, nn.Module) and fits:
+            return LanguageModel(model, tokenizer, _own_name(model))
+    if isinstance(lm, str):
+        raise InputError(f"expected a model, got the text {lm!r}: load it first, ap.load({lm!r})")
+    got = tuple(type(one).__name__ for one in lm) if isinstance(lm, tuple) else type(lm).__name__
+    raise InputError(
+        f"expected a model from ap.load, a (model, tokenizer) pair or a torch module, got {got}"
+    )
+
+
+def _own_name(model: nn.Module) -> str:
+    name = getattr(getattr(model, "config", None), "name_or_path", "")
+    return name or type(model).__name__
+
+
+# Options
+
+
+def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    if dtype == "auto":
+        return "auto"
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise InputError(f"unknown dtype {name!r}: expected one of {', '.join(_DTYPES)} or auto")
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _kernel(name: str) -> str:
+    known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()})
+    if name not in known:
+        raise InputError(f"unknown attention kernel {name!r}: expected one of {', '.join(known)}")
+    return name
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError) as error:  # a torch built without CUDA asserts
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"device {str(device)!r} cannot be used here: {reason}") from None
+    if found.type == "meta":
+        raise InputError("device 'meta' holds no numbers: there is no attention to see on it")
+    return found
+
+
+# Where the files are
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A folder with a model's files; `gguf` tells transformers which of them holds everything."""
+
+    name: str
+    folder: Path
+    gguf: dict[str, str] = field(default_factory=dict)
+
+
+def _locate(source: str, revision: str | None, trust_remote_code: bool) -> _Place:
+    path = Path(source)
+    is_gguf = path.suffix.lower() == ".gguf"
+    if not (source == BUNDLED or is_gguf or path.exists()):
+        folder = hub.fetch(source, revision, code=trust_remote_code)
+        return _checked(_Place(f"{source}@{folder.name[:12]}", folder))
+    if revision is not None:
+        raise InputError(f"{source} is local, and only a hub id has revisions: got {revision!r}")
+    if source == BUNDLED:
+        return _checked(_Place(BUNDLED, Path(str(resources.files("attnprobe") / BUNDLED))))
+    if is_gguf:
+        return _gguf(source, path)
+    if not path.is_dir():
+        raise ModelError(f"{source} is a file: expected a folder, a .gguf file or a hub id")
+    return _checked(_Place(source, path))
+
+
+def _gguf(source: str, path: Path) -> _Place:
+    if not path.is_file():
+        raise ModelError(f"there is no file {source}. One that is on the hub has to be downloaded")
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start != b"GGUF":
+        raise ModelError(f"{source} is not a GGUF file: it starts with {start!r}, not with b'GGUF'")
+    lacking = [name for name in ("gguf", "accelerate") if util.find_spec(name) is None]
+    if lacking:
+        raise ModelError(
+            f"to read {source}, transformers needs the package {' and '.join(lacking)}: "
+            "pip install 'attnprobe[gguf]'"
+        )
+    return _Place(source, path.parent, {"gguf_file": path.name})
+
+
+def _checked(place: _Place) -> _Place:
+    """Refuse a folder that transformers would misread or report unclearly."""
+    files = {file.name for file in place.folder.iterdir()} if place.folder.is_dir() else set()
+    if "config.json" not in files:
+        packed = sorted(name for name in files if name.endswith(".gguf"))
+        advice = f"; it holds {packed[0]}: give that file's path" if packed else ""
+        raise ModelError(f"{place.name}: no config.json in {place.folder}, so no model{advice}")
+    if not files.intersection(hub.WEIGHTS):
+        pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in files)
+        advice = " (pickled weights are not read: they can run code)" if pickled else ""
+        raise ModelError(
+            f"{place.name}: no {' or '.join(hub.WEIGHTS)} in {place.folder}{advice}. "
+            "Weights are read from safetensors or GGUF"
+        )
+    return place
+
+
+# Model and tokenizer
+
+
+def _model(
+    place: _Place, dtype: str | torch.dtype, kernel: dict[str, str], options: dict[str, Any]
+) -> nn.Module:
+    config = transformers.AutoConfig.from_pretrained(place.folder, **options)
+    if place.gguf:
+        # Packed weights would be unpacked again in every forward.
+        options = options | {"quantization_config": transformers.GgufConfig(dequantize=True)}
+    model, fit = _model_class(config, options["trust_remote_code"]).from_pretrained(
+        place.folder,
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # so that _check_weights can name them
+        **kernel,
+        **options,
+    )
+    _check_weights(place.name, fit)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _model_class(config: Any, trust_remote_code: bool) -> Any:
+    """The class that the checkpoint was saved from, else what its type of config asks for."""
+    own_code = getattr(config, "auto_map", None) or {}
+    if trust_remote_code and own_code:
+        kinds = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM")
+        kind = next((kind for kind in kinds if kind in own_code), "AutoModel")
+        return getattr(transformers, kind)
+    for name in config.architectures or ():
+        saved_from = getattr(transformers, name, None)
+        if saved_from is not None and getattr(saved_from, "config_class", None) is type(config):
+            return saved_from
+    if config.is_encoder_decoder:
+        return transformers.AutoModelForSeq2SeqLM
+    masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+    # BERT and its like can be built as decoders, but are none unless their config says so.
+    decodes = getattr(config, "is_decoder", False) or not masked
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and decodes:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForMaskedLM if masked else transformers.AutoModel
+
+
+def _check_weights(name: str, fit: dict[str, Any]) -> None:
+    """Refuse a model that has weights the checkpoint lacks, or lacks weights that are in it."""
+    missing = sorted(key for key in fit["missing_keys"] if not _WITHOUT_EFFECT.search(key))
+    unused = sorted(key for key in fit["unexpected_keys"] if not _WITHOUT_EFFECT.search(key))
+    sizes = sorted(
+        f"{key} ({_size(stored)}, the model's is {_size(built)})"
+        for key, stored, built in fit["mismatched_keys"]
+    )
+    faults = [
+        f"{len(keys)} {what}: {', '.join(keys[:3])}{', …' if len(keys) > 3 else ''}"
+        for what, keys in (
+            ("missing, which would be random", missing),
+            ("of another size", sizes),
+            ("that the model has no place for", unused),
+        )
+        if keys
+    ]
+    if faults:
+        raise ModelError(
+            f"the weights of {name} do not fit its config.json: {'; '.join(faults)}. To use it "
+            "all the same, load it with transformers and pass (model, tokenizer)"
+        )
+
+
+def _size(shape: Any) -> str:
+    return "×".join(str(one) for one in shape)
+
+
+def _tokenizer(place: _Place, options: dict[str, Any]) -> Any:
+    if not place.gguf:
+        files = [file for pattern in _TOKENIZER_FILES for file in place.folder.glob(pattern)]
+        if not files:
+            return None
+        # The tokenizers library raises a bare Exception over these, which nobody can tell apart.
+        for file in files:
+            _check_json(place.name, file)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place.folder, **options)
+    # What transformers makes of a tokenizer_config.json without a vocabulary.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ModelError(f"the tokenizer of {place.name} has no vocabulary: its files are missing")
+    return tokenizer
+
+
+def _check_json(name: str, file: Path) -> None:
+    if file.suffix != ".json":
+        return
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"the tokenizer of {name} is damaged: {file.name}: {error}") from None
+
+
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Say which model it was that transformers could not load."""
+    try:
+        yield
+    except AttnprobeError:
+        raise
+    except _UNUSABLE as error:
+        raise ModelError(f"{name} cannot be loaded: {_in_short(error)}") from error
+
+
+def _in_short(error: BaseException, limit: int = 400) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' bars and reports to itself: what matters in them is raised here."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
