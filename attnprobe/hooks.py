@@ -38,13 +38,17 @@ _get_interface = AttentionInterface.get_interface
 
 
 @contextmanager
-def probe(model: nn.Module) -> Iterator[list[AttentionCall]]:
+def probe(lm: object) -> Iterator[list[AttentionCall]]:
     """Watch every forward or generate of a model inside the block.
+
+    Args:
+        lm: a model, what `load` returns, or a (model, tokenizer) pair.
 
     Yields:
         A list of `AttentionCall`s that fills as the model runs, in order. The model computes what
         it would have computed without the probe, with the same kernel, bit for bit.
     """
+    model = as_language_model(lm).model
     calls: list[AttentionCall] = []
     places: list[tuple[nn.Module, int]] = []  # calls whose module has not returned yet
 
@@ -113,16 +117,16 @@ def capture(
         NonFiniteError: NaN or infinity in the weights or in what was computed.
     """
     lm = as_language_model(lm)
-    _refuse_dropout(lm.model)
+    model = lm.model
+    _refuse_dropout(model)
     batch = encode(lm, text, padding_side)
-    with torch.no_grad(), probe(lm.model) as calls:
-        outputs = lm.model(**batch.inputs)
+    with torch.no_grad(), probe(model) as calls:
+        outputs = model(**batch.inputs)
     if not calls:
         raise ModelError(
-            f"{type(lm.model).__name__} computed no softmax attention that attnprobe can see: it "
+            f"{type(model).__name__} computed no softmax attention that attnprobe can see: it "
             "has none, or it does not ask transformers' attention interface for it"
         )
-    output = outputs.logits if "logits" in outputs else outputs.last_hidden_state
     cap = Capture(
         lm=lm,
         texts=batch.texts,
@@ -130,11 +134,17 @@ def capture(
         padding=batch.padding,
         tokens=batch.tokens,
         calls=tuple(calls),
-        output=output.detach(),
+        output=output_of(outputs).detach(),
         inputs=batch.inputs,
     )
     _refuse_nonfinite(cap)
     return cap
+
+
+def output_of(outputs: Any) -> Tensor:
+    """A forward's logits, or its last hidden state where it has no language-model head."""
+    output: Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
+    return output
 
 
 @dataclass(eq=False)
@@ -179,7 +189,9 @@ class _Interception:
 
     def record(self, kernel: str, module: nn.Module, arguments: dict[str, Any]) -> AttentionCall:
         """The call's inputs and facts, from what the kernel is about to be given."""
-        own = next((inside for seen, inside in reversed(self.inside) if seen is module), {})
+        own: dict[str, Any] = next(
+            (inside for seen, inside in reversed(self.inside) if seen is module), {}
+        )
         frame = self.frames[-1] if self.frames else {}
         query, key, value = (arguments[name].detach() for name in ("query", "key", "value"))
         cached = next((arg for arg in own.values() if isinstance(arg, Cache)), None)

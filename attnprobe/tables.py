@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 
 import pandas as pd
+import torch
 
 from attnprobe.errors import InputError
 from attnprobe.records import Capture
@@ -94,7 +95,7 @@ def attended(
         weights(cap, one, head, text=text).reshape(-1, len(tokens), len(tokens))[:, query_pos]
         for one in layers
     ]
-    mean = sum(row.mean(0) for row in rows) / len(rows)  # (S,)
+    mean = torch.cat(rows).mean(0)  # (S,)
     allowed = scores(cap, layers[0], 0, text=text)[query_pos] != -float("inf")
     frame = pd.DataFrame(
         {
