@@ -116,7 +116,8 @@ def test_softmax_rows_sum_to_one_and_ignore_shifts(row):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "storage"), [(torch.float32, 2**-24), (torch.float16, 2**-11), (torch.bfloat16, 2**-8)]
+    ("dtype", "storage"),
+    [(torch.float32, 2**-24), (torch.float16, 2**-11), (torch.bfloat16, 2**-8)],
 )
 def test_unit_roundoffs(dtype, storage):
     one = torch.tensor(1.0, dtype=dtype)
@@ -129,7 +130,7 @@ def test_unit_roundoffs(dtype, storage):
 
 
 def kernels(query, key, value, scaling):
-    """Real kernels of torch, causal: fused, and plain products; with the weights where they show."""
+    """Real kernels of torch, causal: fused, and plain products with the weights they show."""
     fused = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     scores = query @ key.transpose(-1, -2) * scaling
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)

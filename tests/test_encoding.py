@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+import attnprobe as ap
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ([], "expected a text"),
+        (None, "expected a text"),
+        ([[]], "text 0 has no tokens"),
+        (torch.zeros(1, 0, dtype=torch.long), "text 0 has no tokens"),
+        ("word", "takes token ids"),
+        ([1.5, 2.0], "whole numbers"),
+        ([[1, 2], "word"], "whole numbers"),
+        ([1, 101], "ids from 1 to 101; the model's vocabulary has ids 0 to 100"),
+        ([-1, 4], "ids from -1 to 4"),
+        (list(range(65)), "text 0 has 65 tokens; the model takes at most 64"),
+        ([[1], list(range(70))], "text 1 has 70 tokens"),
+    ],
+)
+def test_bad_input_says_what_is_wrong(gpt2, text, message):
+    with pytest.raises(ap.InputError, match=message):
+        ap.capture(gpt2(), text)
+
+
+def test_bad_padding_side(gpt2):
+    with pytest.raises(ap.InputError, match="'left' or 'right', not 'middle'"):
+        ap.capture(gpt2(), [1, 2], padding_side="middle")
+
+
+def test_an_empty_text_is_refused():
+    with pytest.raises(ap.InputError, match="text 1 is empty"):
+        ap.capture(ap.load("bundled"), ["some", ""])
+
+
+@pytest.mark.parametrize("ids", [[3, 4, 5], [[3, 4, 5]], torch.tensor([3, 4, 5])])
+def test_ids_in_any_form(gpt2, ids):
+    cap = ap.capture(gpt2(), ids)
+    assert cap.input_ids.tolist() == [[3, 4, 5]]
+    assert cap.tokens == (("3", "4", "5"),)
+    assert (len(cap), cap.texts, cap.layers) == (1, (None,), 3)
+
+
+def test_left_padding_counts_positions_from_the_first_token(gpt2):
+    cap = ap.capture(gpt2(), [[3, 4, 5], [6]], padding_side="left")
+    assert cap.inputs["position_ids"].tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert cap.inputs["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert cap.positions(1).tolist() == [2]
+    with pytest.raises(ap.InputError, match="text 2 is out of range"):
+        cap.positions(2)

@@ -1,0 +1,73 @@
+"""The shape of the code: imports go one way, and the formula stands on its own."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import attnprobe
+
+PACKAGE = Path(attnprobe.__file__).parent
+ORDER = [
+    "errors",
+    "masks",
+    "formula",
+    "records",
+    "facts",
+    "hub",
+    "models",
+    "encoding",
+    "hooks",
+    "projections",
+    "report",
+    "verification",
+    "recompute",
+    "tables",
+    "printing",
+    "cli",
+]
+
+
+def imports(path):
+    """The modules a file imports, wherever in it, by full name."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative import"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_module_has_its_place():
+    files = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    assert files == set(ORDER)
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_a_module_imports_only_from_above(module):
+    names = {
+        name.split(".")[1]
+        for name in imports(PACKAGE / f"{module}.py")
+        if name.startswith("attnprobe.")
+    }
+    assert names & set(ORDER) <= set(ORDER[: ORDER.index(module)])
+
+
+@pytest.mark.parametrize("module", ["masks", "formula"])
+def test_the_formula_knows_nothing_of_transformers(module):
+    roots = {name.split(".")[0] for name in imports(PACKAGE / f"{module}.py")}
+    assert roots <= {"__future__", "attnprobe", "collections", "dataclasses", "math", "torch"}
+
+
+def test_only_hooks_knows_the_seam():
+    assert [
+        path.stem
+        for path in sorted(PACKAGE.glob("*.py"))
+        if "AttentionInterface" in path.read_text(encoding="utf-8")
+    ] == ["hooks"]
+
+
+def test_public_names_are_there_and_documented():
+    for name in attnprobe.__all__:
+        assert getattr(attnprobe, name).__doc__, name
