@@ -111,13 +111,11 @@ def heads_swapped(kernel: Kernel, inputs: Inputs) -> tuple[Tensor, Tensor | None
 
 
 def value_of_wrong_layer(kernel: Kernel, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Values of the layer before."""
+    """Values of the layer before, from the second layer on."""
     module, query, key, value, mask, rest = inputs
-    before = getattr(value_of_wrong_layer, "value", value)
-    value_of_wrong_layer.value = value  # type: ignore[attr-defined]
-    return kernel(
-        module, query, key, before if before.shape == value.shape else value, mask, **rest
-    )
+    before = value if module.layer_idx == 0 else value_of_wrong_layer.value
+    value_of_wrong_layer.value = value
+    return kernel(module, query, key, before, mask, **rest)
 
 
 def weights_rounded(kernel: Kernel, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
