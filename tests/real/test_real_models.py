@@ -1,0 +1,102 @@
+"""Real weights, real tokenizers, real sizes: from packages that requirements-models.txt installs."""
+
+import copy
+
+import pytest
+import torch
+import verify_models
+from real_models import gpt2_small_size, minilm_path, smollm2_path
+
+import attnprobe as ap
+from attnprobe.verification import CHECKS
+
+TEXTS = ["The children were playing in the green park, and then it rained.", "Once upon a time"]
+
+
+@pytest.fixture(scope="module")
+def gpt2_sized():
+    return gpt2_small_size()
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return ap.load(smollm2_path())
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    return ap.load(minilm_path())
+
+
+def verdicts(report):
+    return {check: set(rows) for check, rows in report.to_frame().groupby("check").verdict}
+
+
+@pytest.mark.parametrize("tokens", [16, 128, 1024])
+def test_gpt2_smalls_size_at_every_length(gpt2_sized, tokens):
+    tokenizer = gpt2_sized.tokenizer
+    text = tokenizer.decode(tokenizer(verify_models.STORY)["input_ids"][:tokens])
+    cap = ap.capture(gpt2_sized, text)
+    assert cap.input_ids.shape == (1, tokens)
+    assert verify_models.entropy_share(cap) < 0.6
+    assert verify_models.biggest_square(cap) == 0
+    report = ap.verify(cap)
+    print(report)
+    assert report.passed
+    assert verdicts(report) == {check: {"verified"} for check in CHECKS} | {
+        "weights": {"not_checked"}
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_smollm2_is_verified(smollm2, kernel, dtype):
+    model = copy.deepcopy(smollm2.model).to(dtype)
+    model.set_attn_implementation(kernel)
+    cap = ap.capture((model, smollm2.tokenizer), TEXTS)
+    assert cap.calls[0].query.shape[1:] == (9, 15, 64)
+    assert cap.calls[0].key.shape[1] == 3
+    report = ap.verify(cap)
+    print(report)
+    found = verdicts(report)
+    assert report.passed
+    assert found["output"] == found["mask"] == {"verified"}
+    assert found["projection"] == found["merge"] == {"not_checked"}
+    if kernel == "eager":
+        assert found["weights"] == {"verified"}
+    if kernel == "sdpa" or dtype == torch.float32:
+        assert found["logits"] == {"verified"}
+    else:  # the bound on scores rounded to half precision is wider than what the logits vary by
+        assert found["logits"] == {"not_checked"}
+
+
+def test_smollm2_puts_its_attention_on_the_first_token(smollm2):
+    cap = ap.capture(smollm2, TEXTS[0])
+    on_first = [ap.weights(cap, layer)[:, 1:, 0].mean().item() for layer in range(cap.layers)]
+    assert sum(on_first) / len(on_first) > 0.5
+
+
+def test_smollm2_writes_the_same_under_a_probe(smollm2):
+    inputs = smollm2.tokenizer(TEXTS[1], return_tensors="pt")
+    options = {"max_new_tokens": 5, "do_sample": False}
+    without = smollm2.model.generate(**inputs, **options)
+    with ap.probe(smollm2.model) as calls:
+        within = smollm2.model.generate(**inputs, **options)
+    assert torch.equal(without, within)
+    assert len(calls) == 5 * 30
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_minilm_sees_both_ways_and_is_verified(minilm, kernel, side):
+    minilm.model.set_attn_implementation(kernel)
+    cap = ap.capture(minilm, TEXTS, padding_side=side)
+    assert not cap.calls[0].expected_mask.causal
+    assert ap.weights(cap, 2, 3).triu(1).sum() > 0.5
+    assert ap.verify(cap).passed
+
+
+def test_gpt2s_tokenizer_is_the_real_one(gpt2_sized):
+    # OpenAI's published ids for these words.
+    assert gpt2_sized.tokenizer("Hello world")["input_ids"] == [15496, 995]
+    assert len(gpt2_sized.tokenizer) == 50257
