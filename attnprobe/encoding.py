@@ -89,7 +89,7 @@ def _check(lm: LanguageModel, ids: list[list[int]]) -> None:
                 f"text {number} has {len(row)} tokens; the model takes at most {limit}. "
                 "Give a shorter text"
             )
-        if vocabulary is not None and not (0 <= min(row) and max(row) < vocabulary):
+        if vocabulary is not None and not (min(row) >= 0 and max(row) < vocabulary):
             raise InputError(
                 f"text {number} holds token ids from {min(row)} to {max(row)}; the model's "
                 f"vocabulary has ids 0 to {vocabulary - 1}"

@@ -1,4 +1,4 @@
-"""What attnprobe raises: one base class, and a child for each thing a caller may want to tell apart."""
+"""What attnprobe raises: one base class, and a child for what a caller may tell apart."""
 
 
 class AttnprobeError(Exception):

@@ -138,9 +138,7 @@ def softmax(masked: Tensor) -> Tensor:
     return exp / total.masked_fill(total == 0, 1.0)
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, scaling: float
-) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, scaling: float) -> Tensor:
     """softmax(QKᵀ·scaling + M)V in float64, (B, T, H, Dv): heads last, as kernels return it."""
     batch, heads, queries, _ = query.shape
     output = query.new_empty(batch, queries, heads, value.shape[-1], dtype=torch.float64)

@@ -2,8 +2,8 @@
 
 The only module that knows where transformers computes attention: every model asks
 `AttentionInterface.get_interface` for a kernel and calls it with query, key, value and mask. While
-an interception is open, what that returns is wrapped; the kernel, its inputs and its output stay the
-model's own. Forward hooks on the attention modules give what lies on either side of the kernel.
+an interception is open, what that returns is wrapped; the kernel, its inputs and its output stay
+the model's own. Forward hooks on the attention modules give what lies on either side of the kernel.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from attnprobe.records import AttentionCall, Capture, LanguageModel
 
 KernelOutput = tuple[Tensor, Tensor | None]
 Handler = Callable[[AttentionCall, Callable[[], KernelOutput]], KernelOutput]
-"""Gets a call's inputs and a function that runs the kernel; returns (output (B, T, H, Dv), weights).
-"""
+"""Gets a call's inputs and a function that runs the kernel; returns what a kernel returns: the
+output (B, T, H, Dv), and the weights or None."""
 
 _interceptions: list[_Interception] = []
 _lock = threading.Lock()
@@ -38,14 +38,17 @@ _get_interface = AttentionInterface.get_interface
 
 
 @contextmanager
-def probe(model: nn.Module) -> Iterator[list[AttentionCall]]:
+def probe(lm: object) -> Iterator[list[AttentionCall]]:
     """Watch every forward or generate of a model inside the block.
+
+    Args:
+        lm: a model, what `load` returns, or a (model, tokenizer) pair.
 
     Yields:
         A list of `AttentionCall`s that fills as the model runs, in order. The model computes what
         it would have computed without the probe, with the same kernel, bit for bit.
     """
-    model = as_language_model(model).model
+    model = as_language_model(lm).model
     calls: list[AttentionCall] = []
     places: list[tuple[nn.Module, int]] = []  # calls whose module has not returned yet
 
@@ -114,16 +117,16 @@ def capture(
         NonFiniteError: NaN or infinity in the weights or in what was computed.
     """
     lm = as_language_model(lm)
-    _refuse_dropout(lm.model)
+    model = lm.model
+    _refuse_dropout(model)
     batch = encode(lm, text, padding_side)
-    with torch.no_grad(), probe(lm.model) as calls:
-        outputs = lm.model(**batch.inputs)
+    with torch.no_grad(), probe(model) as calls:
+        outputs = model(**batch.inputs)
     if not calls:
         raise ModelError(
-            f"{type(lm.model).__name__} computed no softmax attention that attnprobe can see: it "
+            f"{type(model).__name__} computed no softmax attention that attnprobe can see: it "
             "has none, or it does not ask transformers' attention interface for it"
         )
-    output = outputs.logits if "logits" in outputs else outputs.last_hidden_state
     cap = Capture(
         lm=lm,
         texts=batch.texts,
@@ -131,11 +134,17 @@ def capture(
         padding=batch.padding,
         tokens=batch.tokens,
         calls=tuple(calls),
-        output=output.detach(),
+        output=output_of(outputs).detach(),
         inputs=batch.inputs,
     )
     _refuse_nonfinite(cap)
     return cap
+
+
+def output_of(outputs: Any) -> Tensor:
+    """A forward's logits, or its last hidden state where it has no language-model head."""
+    output: Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
+    return output
 
 
 @dataclass(eq=False)
@@ -180,7 +189,9 @@ class _Interception:
 
     def record(self, kernel: str, module: nn.Module, arguments: dict[str, Any]) -> AttentionCall:
         """The call's inputs and facts, from what the kernel is about to be given."""
-        own = next((inside for seen, inside in reversed(self.inside) if seen is module), {})
+        own: dict[str, Any] = next(
+            (inside for seen, inside in reversed(self.inside) if seen is module), {}
+        )
         frame = self.frames[-1] if self.frames else {}
         query, key, value = (arguments[name].detach() for name in ("query", "key", "value"))
         cached = next((arg for arg in own.values() if isinstance(arg, Cache)), None)
@@ -234,7 +245,7 @@ def _intercept(interception: _Interception) -> Iterator[None]:
         for module in interception.names:
             if isinstance(module, PreTrainedModel) or module is interception.model:
                 enter, leave = interception.enter_model, interception.leave_model
-            elif _asks_for_kernel(type(module)):
+            elif _asks_for_kernel(_forward(type(module))):
                 enter, leave = interception.enter_attention, interception.leave_attention
             else:
                 continue
@@ -291,21 +302,20 @@ def _named(
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def _arguments(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return _named(_forward(type(module)), (module, *args), kwargs) if args else dict(kwargs)
 
 
 def _forward(cls: type[nn.Module]) -> Callable[..., Any]:
     """A module class's own forward, under transformers' decorators."""
-    return inspect.unwrap(cls.forward)
+    forward: Callable[..., Any] = inspect.unwrap(cls.forward)
+    return forward
 
 
 @functools.cache
-def _asks_for_kernel(cls: type[nn.Module]) -> bool:
+def _asks_for_kernel(forward: Callable[..., Any]) -> bool:
     """Whether a module's forward asks for an attention kernel: its code names the registry."""
-    code = getattr(_forward(cls), "__code__", None)
+    code = getattr(forward, "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 

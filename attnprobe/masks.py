@@ -47,6 +47,10 @@ class MaskRule:
         """How many keys, from the first, the queries before `stop` can see at most."""
         return min(self.keys, self.offset + stop) if self.causal else self.keys
 
+    def within(self, tokens: int) -> MaskRule:
+        """The same rule among one text's own tokens, when padding and cache are left out."""
+        return MaskRule(tokens, tokens, causal=self.causal, window=self.window)
+
     def allowed(
         self,
         start: int = 0,

@@ -6,6 +6,7 @@ A family is known by its attention class. What is not known is said to be so, ne
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -43,10 +44,10 @@ def merged(call: AttentionCall, rounding: Arithmetic) -> Projected | str:
 
 def _gpt2_projected(call: AttentionCall, rounding: Arithmetic) -> dict[str, Projected]:
     """One matrix of shape (E, 3E) holds W_Q, W_K and W_V side by side, each with H·D columns."""
-    assert call.module is not None
     assert call.hidden_states is not None
-    weights = call.module.c_attn.weight.detach().chunk(3, dim=1)  # 3 × (E, E)
-    biases = call.module.c_attn.bias.detach().chunk(3)
+    module: Any = call.module
+    weights = module.c_attn.weight.detach().chunk(3, dim=1)  # 3 × (E, E)
+    biases = module.c_attn.bias.detach().chunk(3)
     result = {}
     for name, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
         y, bound = linear(call.hidden_states, weight, bias, rounding)  # (B, T, E)
@@ -55,11 +56,11 @@ def _gpt2_projected(call: AttentionCall, rounding: Arithmetic) -> dict[str, Proj
 
 
 def _gpt2_merged(call: AttentionCall, rounding: Arithmetic) -> Projected:
-    assert call.module is not None
     assert call.head_output_model is not None
     heads = call.head_output_model.flatten(-2)  # (B, T, E): heads side by side
-    out = call.module.c_proj
-    return linear(heads, out.weight.detach(), out.bias.detach(), rounding)
+    module: Any = call.module
+    weight, bias = module.c_proj.weight.detach(), module.c_proj.bias.detach()
+    return linear(heads, weight, bias, rounding)
 
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:

@@ -53,8 +53,9 @@ class AttentionCall:
     """What the model passed: added to the scores, or boolean (True: may attend), or None."""
     is_causal: bool
     """Whether the kernel masks the future by itself where `mask` is None."""
-    expected_mask: MaskRule
-    """M rebuilt from facts: padding, causality, window, cache offset."""
+    expected_mask: MaskRule | None
+    """M rebuilt from facts: padding, causality, window, cache offset; None where the caller gave a
+    mask of more than (B, S), so that there are no facts to rebuild it from."""
     step: int = 0
     """Which forward of the model, counted from 0 since the probe was opened."""
     terms: tuple[str, ...] = ()
@@ -81,8 +82,8 @@ class AttentionCall:
 class Capture:
     """One forward of a model over one or more texts.
 
-    `tokens` are the tokenizer's own strings (or the ids as text, without a tokenizer), one list
-    a text and without the padding; `padding` is True where a token stands and False where a
+    `tokens` are the tokens as text (or the ids, without a tokenizer), one tuple a text, without
+    the padding; `padding` is True where a token stands and False where a
     batch was filled up, (B, T) bool. `output` is the model's logits, (B, T, V), or its last
     hidden state, (B, T, E), where it has no language-model head.
     """
@@ -125,9 +126,21 @@ class Capture:
         Raises:
             InputError: there is no such text.
         """
+        self._refuse_text(text)
+        return self.padding[text].nonzero().flatten()
+
+    def tokens_of(self, text: int) -> tuple[str, ...]:
+        """The tokens of one text, as strings.
+
+        Raises:
+            InputError: there is no such text.
+        """
+        self._refuse_text(text)
+        return self.tokens[text]
+
+    def _refuse_text(self, text: int) -> None:
         if not 0 <= text < len(self):
             raise InputError(
                 f"text {text} is out of range: the capture holds {len(self)}, "
                 f"numbered 0 to {len(self) - 1}"
             )
-        return self.padding[text].nonzero().flatten()

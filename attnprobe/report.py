@@ -121,9 +121,7 @@ class VerificationReport:
 
         `layer` and `head` are nullable Int64, `error`, `bound` and `ratio` float64.
         """
-        records = [
-            asdict(row) | {"ratio": row.ratio, "verdict": row.verdict} for row in self.rows
-        ]
+        records = [asdict(row) | {"ratio": row.ratio, "verdict": row.verdict} for row in self.rows]
         frame = pd.DataFrame(records, columns=COLUMNS)
         return frame.astype({"layer": "Int64", "head": "Int64"})
 
@@ -159,9 +157,11 @@ class VerificationReport:
             name: getattr(self, name)
             for name in ("model", "kernel", "dtype", "texts", "tokens", "rows_left_out")
         }
-        return {"verdict": self.verdict, "passed": self.passed, "summary": self.summary} | head | {
-            "rows": rows
-        }
+        return (
+            {"verdict": self.verdict, "passed": self.passed, "summary": self.summary}
+            | head
+            | {"rows": rows}
+        )
 
     def __repr__(self) -> str:
         table = _readable(self.by_check().to_frame()).to_string(index=False)

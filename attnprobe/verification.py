@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnprobe.errors import InputError
 from attnprobe.formula import arithmetic, attention, tiles
-from attnprobe.hooks import replaced
+from attnprobe.hooks import output_of, replaced
 from attnprobe.masks import MaskRule, disagreement
 from attnprobe.projections import merged, projected
 from attnprobe.records import AttentionCall, Capture
@@ -249,8 +249,7 @@ def _logits(cap: Capture) -> Row:
 def _output_with(cap: Capture, kernel: Callable[[AttentionCall], Tensor]) -> Tensor:
     assert cap.lm is not None
     with torch.no_grad(), replaced(cap.lm.model, kernel):
-        outputs = cap.lm.model(**cap.inputs)
-    return outputs.logits if "logits" in outputs else outputs.last_hidden_state
+        return output_of(cap.lm.model(**cap.inputs))
 
 
 def _formula(call: AttentionCall) -> Tensor:

@@ -115,7 +115,9 @@ def value_of_wrong_layer(kernel: Kernel, inputs: Inputs) -> tuple[Tensor, Tensor
     module, query, key, value, mask, rest = inputs
     before = getattr(value_of_wrong_layer, "value", value)
     value_of_wrong_layer.value = value  # type: ignore[attr-defined]
-    return kernel(module, query, key, before if before.shape == value.shape else value, mask, **rest)
+    return kernel(
+        module, query, key, before if before.shape == value.shape else value, mask, **rest
+    )
 
 
 def weights_rounded(kernel: Kernel, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
