@@ -76,6 +76,7 @@ class Hub:
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
+        self.asked = threading.Event()
         self.status: int | None = None
         self._freed = threading.Event()
         self._freed.set()
@@ -163,6 +164,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def reply(self, *, with_body: bool) -> None:
             hub.requests.append(f"{self.command} {self.path}")
+            hub.asked.set()
             self.close_connection = True
             if hub.wait():
                 return
