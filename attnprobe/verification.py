@@ -27,6 +27,9 @@ CHECKS = ("projection", "mask", "weights", "output", "merge", "logits")
 FALSE_ALARM = 1e-9
 """The chance that a right model's logits pass the bound of the `logits` check by bad luck."""
 
+TOKENS_AT_ONCE = 64
+"""How many tokens' logits are compared in float64 at a time."""
+
 Progress = Callable[[str, int, int], None]
 
 
@@ -224,17 +227,27 @@ def _logits(cap: Capture) -> Row:
     if reason:
         return Row("logits", None, None, reason=reason)
     generator = torch.Generator().manual_seed(0)
-    own, moved, given = (
-        output[cap.padding].double()  # (tokens, V)
-        for output in (
-            _output_with(cap, _formula),
-            _output_with(cap, lambda call: _moved(call, generator)),
-            cap.output,
-        )
+    outputs = (
+        cap.output,
+        _output_with(cap, _formula),
+        _output_with(cap, lambda call: _moved(call, generator)),
     )
-    factor = math.sqrt(2 * math.log(2 * given.numel() / FALSE_ALARM))
-    bound = factor * (moved - own).square().mean(-1).sqrt().max().item()
-    scale = own.std(-1).mean().item()
+    blocks = (torch.split(output[cap.padding], TOKENS_AT_ONCE) for output in outputs)
+    by_block = [
+        (
+            (given - own).abs().max(),
+            (moved - own).square().mean(-1).max().sqrt(),
+            own.std(-1).min(),
+        )
+        for given, own, moved in (
+            (one.double() for one in block)
+            for block in zip(*blocks, strict=True)  # (tokens, V)
+        )
+    ]
+    errors, spreads, scales = (torch.stack(some) for some in zip(*by_block, strict=True))
+    error, spread, scale = errors.max().item(), spreads.max().item(), scales.min().item()
+    count = int(cap.padding.sum()) * cap.output.shape[-1]
+    bound = spread * math.sqrt(2 * math.log(2 * count / FALSE_ALARM))
     if not bound < scale:
         return Row(
             "logits",
@@ -243,7 +256,7 @@ def _logits(cap: Capture) -> Row:
             reason=f"rounding alone may move this model's output in {_name(cap.output.dtype)} by "
             f"{bound:.2g}, as much as it varies ({scale:.2g})",
         )
-    return Row("logits", None, None, (given - own).abs().max().item(), bound)
+    return Row("logits", None, None, error, bound)
 
 
 def _output_with(cap: Capture, kernel: Callable[[AttentionCall], Tensor]) -> Tensor:
