@@ -9,7 +9,7 @@ import torch
 
 from attnprobe.errors import InputError
 from attnprobe.records import Capture
-from attnprobe.weights import chosen_heads, scores, weights
+from attnprobe.recompute import chosen_heads, scores, weights
 
 
 def table(

@@ -315,14 +315,9 @@ def test_a_crash_is_no_mismatch(
     assert "ZeroDivisionError: a bug" in capsys.readouterr().err
 
 
-def test_the_command_line_alone_imports_nothing_heavy() -> None:
-    """`attnprobe.cli` in a package that is empty besides."""
+def test_help_does_not_wait_for_torch() -> None:
     code = (
-        "import sys, types\n"
-        "package = types.ModuleType('attnprobe')\n"
-        f"package.__path__ = [{str(Path(cli.__file__).parent)!r}]\n"
-        "sys.modules['attnprobe'] = package\n"
-        "import attnprobe.cli\n"
+        "import sys, attnprobe.cli\n"
         "sys.argv = ['attnprobe', '--help']\n"
         "try:\n    attnprobe.cli.main()\n"
         "finally:\n    print(sorted({'torch', 'transformers', 'pandas'} & set(sys.modules)))\n"
@@ -330,6 +325,18 @@ def test_the_command_line_alone_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "verify" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_public_name_is_there_in_whatever_order_they_are_used() -> None:
+    code = (
+        "import sys, attnprobe.cli, attnprobe as ap\n"
+        "for name in sorted(ap.__all__, reverse=sys.argv[1] == 'back'):\n"
+        "    assert getattr(ap, name).__name__ == name, name\n"
+        "assert set(ap.__all__) == {n for names in ap._HOMES.values() for n in names}\n"
+        "assert not hasattr(ap, 'nothing')\n"
+    )
+    for order in ("forth", "back"):
+        subprocess.run([sys.executable, "-c", code, order], check=True)
 
 
 def test_without_a_terminal_only_the_report_is_printed(model: str) -> None:
