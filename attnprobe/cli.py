@@ -52,7 +52,9 @@ class Format(StrEnum):
 Text = Annotated[str, typer.Argument(help="The text to run the model on.")]
 Model = Annotated[str, typer.Option(help="bundled, a folder, a .gguf file, or an id on the hub.")]
 Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16, float64 or auto.")]
-Attn = Annotated[str, typer.Option(help="The attention kernel: sdpa, eager, …")]
+Attn = Annotated[
+    str | None, typer.Option(help="The attention kernel: sdpa, eager, … If not given, the model's.")
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, …")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 Layer = Annotated[int | None, typer.Option(help="Counted from 0; all if not given.")]
@@ -83,7 +85,7 @@ def verify(
     text: Text = SENTENCE,
     model: Model = "bundled",
     dtype: Dtype = "float32",
-    attn: Attn = "sdpa",
+    attn: Attn = None,
     device: Device = "cpu",
     revision: Revision = None,
     checks: Annotated[str | None, typer.Option(help="Some checks: output,mask,…")] = None,
@@ -121,7 +123,7 @@ def table(
     out: Out = None,
     model: Model = "bundled",
     dtype: Dtype = "float32",
-    attn: Attn = "sdpa",
+    attn: Attn = None,
     device: Device = "cpu",
     revision: Revision = None,
 ) -> None:
@@ -146,7 +148,7 @@ def attended(
     out: Out = None,
     model: Model = "bundled",
     dtype: Dtype = "float32",
-    attn: Attn = "sdpa",
+    attn: Attn = None,
     device: Device = "cpu",
     revision: Revision = None,
 ) -> None:
@@ -204,7 +206,7 @@ def _checks(names: str | None) -> list[str] | None:
 
 
 def _capture(
-    text: str, model: str, revision: str | None, dtype: str, attn: str, device: str
+    text: str, model: str, revision: str | None, dtype: str, attn: str | None, device: str
 ) -> Capture:
     from attnprobe.hooks import capture
     from attnprobe.models import load

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import transformers.modeling_utils
+import transformers
 from hub import Hub, save_gpt2
 from typer.testing import CliRunner, Result
 
@@ -243,6 +244,16 @@ def test_bad_input_leaves_with_2_and_one_message(
     assert result.exit_code == 2
     assert said in result.stderr
     assert result.stdout == ""
+    assert "Traceback" not in result.output
+
+
+def test_a_model_without_softmax_attention_leaves_with_2(model: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "mamba")
+    sizes = {"vocab_size": 50257, "hidden_size": 6, "num_hidden_layers": 2}
+    transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).save_pretrained(folder)
+    result = run("verify", "--model", str(folder))
+    assert result.exit_code == 2
+    assert "attention" in result.stderr
     assert "Traceback" not in result.output
 
 
