@@ -1,13 +1,17 @@
 """See, and prove, what the attention of a Hugging Face model computes."""
 
-from attnprobe.errors import AttnprobeError, InputError, ModelError, NonFiniteError
-from attnprobe.hooks import capture, probe
-from attnprobe.models import load
-from attnprobe.records import AttentionCall, Capture, LanguageModel
-from attnprobe.report import VerificationReport
-from attnprobe.tables import attended, table
-from attnprobe.verification import verify
-from attnprobe.weights import scores, weights
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnprobe.errors import AttnprobeError, InputError, ModelError, NonFiniteError
+    from attnprobe.hooks import capture, probe
+    from attnprobe.models import load
+    from attnprobe.recompute import scores, weights
+    from attnprobe.records import AttentionCall, Capture, LanguageModel
+    from attnprobe.report import VerificationReport
+    from attnprobe.tables import attended, table
+    from attnprobe.verification import verify
 
 __version__ = "0.1.0"
 
@@ -29,3 +33,27 @@ __all__ = [
     "verify",
     "weights",
 ]
+
+# No module may have the name of something in it: importing it would put it where that belongs.
+_HOMES = {
+    "errors": ("AttnprobeError", "InputError", "ModelError", "NonFiniteError"),
+    "hooks": ("capture", "probe"),
+    "models": ("load",),
+    "records": ("AttentionCall", "Capture", "LanguageModel"),
+    "recompute": ("scores", "weights"),
+    "report": ("VerificationReport",),
+    "tables": ("attended", "table"),
+    "verification": ("verify",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is first used: `attnprobe --help` must not wait for torch."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"attnprobe.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

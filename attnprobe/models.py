@@ -326,7 +326,7 @@ def _refusing(name: str) -> Iterator[None]:
         raise ModelError(f"{name} cannot be loaded: {_in_short(error)}") from error
 
 
-def _in_short(error: BaseException, limit: int = 400) -> str:
+def _in_short(error: BaseException, limit: int = 1000) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else f"{text[:limit]}…"
 

@@ -8,8 +8,8 @@ import pandas as pd
 import torch
 
 from attnprobe.errors import InputError
+from attnprobe.recompute import chosen_heads, scores, weights
 from attnprobe.records import Capture
-from attnprobe.weights import chosen_heads, scores, weights
 
 
 def table(

@@ -1,0 +1,5 @@
+"""`python -m attnprobe` is `attnprobe`."""
+
+from attnprobe.cli import main
+
+main()

@@ -1,0 +1,267 @@
+"""The command `attnprobe`.
+
+Exit codes: 0 verified, or a table was given; 1 mismatch; 2 bad input, an unusable model, or a
+verification that could not check what it must; 70 a bug in attnprobe; 130 interrupted; 141 the
+reader of a pipe went away. Whatever imports torch is imported inside the commands: `--help` must
+not wait for it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attnprobe.errors import AttnprobeError, InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from attnprobe.records import Capture
+
+SENTENCE = "The children were playing in the green park"
+
+_VERDICTS = {"verified": 0, "mismatch": 1, "not_checked": 2}
+_BAD_INPUT, _BUG, _READER_GONE = 2, 70, 141
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Format(StrEnum):
+    """How a table is written."""
+
+    CSV = "csv"
+    JSON = "json"
+    TABLE = "table"
+
+
+Text = Annotated[str, typer.Argument(help="The text to run the model on.")]
+Model = Annotated[str, typer.Option(help="bundled, a folder, a .gguf file, or an id on the hub.")]
+Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16, float64 or auto.")]
+Attn = Annotated[
+    str | None, typer.Option(help="The attention kernel: sdpa, eager, … If not given, the model's.")
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, …")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+Layer = Annotated[int | None, typer.Option(help="Counted from 0; all if not given.")]
+Head = Annotated[int | None, typer.Option(help="Counted from 0; all if not given.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="How to write the table.")]
+Out = Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from attnprobe import __version__
+
+        print(f"attnprobe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def attnprobe(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which.")
+    ] = False,
+) -> None:
+    """See, and prove, what the attention of a Hugging Face model computes."""
+
+
+@app.command()
+def verify(
+    text: Text = SENTENCE,
+    model: Model = "bundled",
+    dtype: Dtype = "float32",
+    attn: Attn = None,
+    device: Device = "cpu",
+    revision: Revision = None,
+    checks: Annotated[str | None, typer.Option(help="Some checks: output,mask,…")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write an HTML page of the report.")] = None,
+) -> None:
+    """Check that the model computed softmax(QKᵀ/√d_k + M)V, layer by layer and head by head.
+
+    Exit code 0: verified. 1: mismatch. 2: bad input, or it could not be checked.
+    """
+    with _exits():
+        _check_target(out, (".html", ".htm"))
+        names = _checks(checks)
+        cap = _capture(text, model, revision, dtype, attn, device)
+        from attnprobe import printing
+        from attnprobe.verification import verify
+
+        with _progress() as progress:
+            report = verify(cap, names, progress=progress)
+        if out is not None:
+            printing.write(out, printing.report_page(report, text))
+        if as_json:
+            print(printing.report_json(report, text))
+        else:
+            print(printing.report_text(report, text, _terminal_width()))
+    raise typer.Exit(_VERDICTS[report.verdict])
+
+
+@app.command()
+def table(
+    text: Text = SENTENCE,
+    layer: Layer = None,
+    head: Head = None,
+    format: FormatOption = Format.TABLE,
+    out: Out = None,
+    model: Model = "bundled",
+    dtype: Dtype = "float32",
+    attn: Attn = None,
+    device: Device = "cpu",
+    revision: Revision = None,
+) -> None:
+    """Show score and weight of every query and each key that it may attend to."""
+    with _exits():
+        _check_target(out)
+        cap = _capture(text, model, revision, dtype, attn, device)
+        from attnprobe.tables import table
+
+        _give(table(cap, layer, head), format, out)
+
+
+@app.command()
+def attended(
+    word: Annotated[str, typer.Option(help="A word of the text.")],
+    text: Text = SENTENCE,
+    layer: Layer = None,
+    head: Head = None,
+    top: Annotated[int, typer.Option(help="How many rows.")] = 5,
+    nth: Annotated[int, typer.Option(help="Which of the word's occurrences, from 0.")] = 0,
+    format: FormatOption = Format.TABLE,
+    out: Out = None,
+    model: Model = "bundled",
+    dtype: Dtype = "float32",
+    attn: Attn = None,
+    device: Device = "cpu",
+    revision: Revision = None,
+) -> None:
+    """Show which tokens a word looks at, strongest first: in one head, or in the mean of many."""
+    with _exits():
+        _check_target(out)
+        cap = _capture(text, model, revision, dtype, attn, device)
+        from attnprobe.tables import attended
+
+        _give(attended(cap, word, top=top, layer=layer, head=head, nth=nth), format, out)
+
+
+def main() -> None:
+    """Run the command line; the entry point of the script `attnprobe`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # tokens on an ASCII terminal
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    try:
+        app()
+    except Exception:  # noqa: BLE001  (a crash must not leave with 1, which means mismatch)
+        traceback.print_exc()
+        sys.exit(_BUG)
+
+
+@contextmanager
+def _exits() -> Iterator[None]:
+    """Turn what ends a command early into a message and an exit code."""
+    try:
+        yield
+        sys.stdout.flush()
+    except AttnprobeError as error:
+        print(f"attnprobe: {error}", file=sys.stderr)
+        raise typer.Exit(_BAD_INPUT) from None
+    except BrokenPipeError:
+        # What is still buffered goes nowhere, else Python complains about it on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(_READER_GONE) from None
+
+
+def _checks(names: str | None) -> list[str] | None:
+    """The names in `--checks`, looked at before a model is loaded in vain."""
+    if names is None:
+        return None
+    from attnprobe.verification import CHECKS
+
+    chosen = [name.strip() for name in names.split(",")]
+    unknown = [name for name in chosen if name not in CHECKS]
+    if unknown:
+        raise InputError(f"unknown check {unknown[0]!r}; the checks are {', '.join(CHECKS)}")
+    return chosen
+
+
+def _capture(
+    text: str, model: str, revision: str | None, dtype: str, attn: str | None, device: str
+) -> Capture:
+    from attnprobe.hooks import capture
+    from attnprobe.models import load
+
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # what Python makes of bytes in an argument that are not UTF-8
+        raise InputError(f"the text is not valid UTF-8: {text!a}") from None
+    lm = load(model, revision=revision, dtype=dtype, attn=attn, device=device)
+    return capture(lm, text)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr while the block runs, if stderr is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("verifying", total=None)
+
+        def show(label: str, done: int, total: int) -> None:
+            bar.update(task, description=label, completed=done, total=total)
+
+        yield show
+
+
+def _give(frame: pd.DataFrame, format: Format, out: Path | None) -> None:
+    from attnprobe import printing
+
+    match format:
+        case Format.CSV:
+            content = printing.frame_csv(frame)
+        case Format.JSON:
+            content = printing.frame_json(frame)
+        case Format.TABLE:
+            content = printing.frame_text(frame, _terminal_width() if out is None else None)
+    if out is None:
+        print(content)
+    else:
+        printing.write(out, content + "\n")
+
+
+def _terminal_width() -> int | None:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _check_target(out: Path | None, suffixes: tuple[str, ...] = ()) -> None:
+    """Refuse, before any work, a file that could not be written."""
+    if out is None:
+        return
+    if not out.parent.is_dir():
+        raise InputError(f"cannot write {out}: there is no folder {out.parent}")
+    if out.exists() and not out.is_file():
+        raise InputError(f"cannot write {out}: it is not a file")
+    if suffixes and out.suffix.lower() not in suffixes:
+        raise InputError(f"--out writes a page: expected a name in {suffixes[0]}, got {out.name}")

@@ -1,0 +1,169 @@
+"""Reports and tables as text, as JSON and as a page of HTML, and files written in full or not."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from attnprobe.errors import AttnprobeError
+from attnprobe.report import Row, VerificationReport
+
+_UNCUT = 10_000
+_COLUMNS = ("check", "layer", "head", "error", "bound", "ratio", "verdict", "reason")
+
+
+def report_text(report: VerificationReport, text: str, width: int | None = None) -> str:
+    """A report to read: what was run, a table by check and layer, the worst head, the verdict.
+
+    `width` is that of the terminal; None for as wide as it gets.
+    """
+    lines = [
+        f"model  {report.model} in {report.dtype}, {report.kernel} kernel",
+        f"text   {_visible(text)} ({report.tokens} tokens)",
+    ]
+    if report.rows_left_out:
+        lines.append(f"       {report.rows_left_out} query rows have no key, and are left out")
+    cells = _by_layer(report)
+    lines += ["", _grid(_COLUMNS[:-1], (row[:-1] for row in cells), _COLUMNS[1:6], width), ""]
+    for check, layer, *_, verdict, reason in cells:
+        if reason:
+            at = f", layer {layer}" if layer.isdigit() else ""
+            lines.append(f"{check}{at}: {verdict}: {reason}")
+    worst = _worst_head(report)
+    if worst is not None:
+        lines.append(
+            f"worst head: layer {worst.layer}, head {worst.head} ({worst.check}): error "
+            f"{worst.error:.1e} is {worst.ratio:.1%} of its bound {worst.bound:.1e}"
+        )
+    return "\n".join([*lines, report.summary])
+
+
+def report_json(report: VerificationReport, text: str) -> str:
+    """A report as one JSON object."""
+    return json.dumps({"text": text, **report.to_dict()}, allow_nan=False)
+
+
+def report_page(report: VerificationReport, text: str) -> str:
+    """A report as a page that stands alone: no script, no network; every text escaped."""
+    layers = pd.DataFrame(_by_layer(report), columns=list(_COLUMNS))
+    with pd.option_context("display.max_colwidth", None):  # else pandas cuts long reasons
+        tables = report._repr_html_(), layers.to_html(index=False, border=0)
+    name = html.escape(report.model)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>attnprobe verify: {name}</title>
+<style>
+body {{ font: 15px/1.5 sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+th, td {{ border-bottom: 1px solid #ccc; padding: 0.2em 0.8em; text-align: left; }}
+</style>
+</head>
+<body>
+<h1>Attention of {name}</h1>
+<blockquote>{html.escape(text)}</blockquote>
+{tables[0]}
+<h2>By check and layer: the worst head</h2>
+{tables[1]}
+</body>
+</html>
+"""
+
+
+def frame_csv(frame: pd.DataFrame) -> str:
+    """A table as comma-separated values."""
+    return frame.to_csv(index=False, lineterminator="\n").rstrip("\n")
+
+
+def frame_json(frame: pd.DataFrame) -> str:
+    """A table as a JSON list with an object a row; null for what JSON has no number for."""
+    records = [
+        {name: None if _is_odd(value) else value for name, value in record.items()}
+        for record in frame.to_dict("records")
+    ]
+    return json.dumps(records, allow_nan=False)
+
+
+def frame_text(frame: pd.DataFrame, width: int | None = None) -> str:
+    """A table to read; `width` is that of the terminal, None for as wide as it gets."""
+    numbers = list(frame.select_dtypes("number").columns)
+    rows = (
+        [f"{cell:.4g}" if isinstance(cell, float) else _visible(str(cell)) for cell in row]
+        for row in frame.itertuples(index=False)
+    )
+    return _grid(list(frame.columns), rows, numbers, width)
+
+
+def write(out: Path, content: str) -> None:
+    """Write a file in full or not at all.
+
+    Raises:
+        AttnprobeError: it cannot be written.
+    """
+    beside = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        beside.write_text(content, encoding="utf-8", newline="\n")
+        beside.replace(out)
+    except OSError as error:
+        raise AttnprobeError(f"cannot write {out}: {error.strerror}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _by_layer(report: VerificationReport) -> list[tuple[str, ...]]:
+    """For each check and layer the cells of its worst head.
+
+    A check that no layer got, for one reason, has one row.
+    """
+    lines: dict[tuple[str, ...], None] = {}
+    for row in report.by_layer().rows:
+        layer = "" if row.layer is None else str(row.layer)
+        head = "" if row.head is None else str(row.head)
+        numbers = (f"{row.error:.1e}", f"{row.bound:.1e}", f"{row.ratio:.1%}")
+        if row.verdict == "not_checked":
+            numbers = ("", "", "")
+            reasons = {one.reason for one in report.rows if one.check == row.check}
+            layer = "all" if layer and len(reasons) == 1 else layer
+        lines[row.check, layer, head, *numbers, row.verdict.replace("_", " "), row.reason] = None
+    return list(lines)
+
+
+def _worst_head(report: VerificationReport) -> Row | None:
+    compared = [row for row in report.rows if row.head is not None and row.verdict != "not_checked"]
+    return max(compared, key=lambda row: row.ratio, default=None)
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _visible(text: str) -> str:
+    """The text with line ends and control characters written out, so that it keeps to its line."""
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def _grid(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str], width: int | None
+) -> str:
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        grid.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        grid.add_row(*(Text(cell) for cell in row))  # Text: a token such as [red] is no markup
+    console = Console(file=io.StringIO(), width=width or _UNCUT, color_system=None)
+    with console.capture() as captured:
+        console.print(grid)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")

@@ -1,0 +1,401 @@
+"""The command line: what it prints, what it writes, and how it leaves."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import transformers
+from hub import Hub, save_gpt2
+from typer.testing import CliRunner, Result
+
+import attnprobe as ap
+from attnprobe import cli
+from attnprobe.verification import CHECKS
+
+TEXT = "The children were playing in the green park"
+LONG = "a b c d e f g h i j k l m n o p q r s t u v w x y z a b c d e f g h i j k l m n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_gpt2(tmp_path_factory.mktemp("model"), seed=3))
+
+
+@pytest.fixture
+def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An sdpa that doubles the scale: a model that does not compute the formula."""
+    kernels = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    right = kernels["sdpa"]
+
+    def wrong(module: Any, query: Any, key: Any, value: Any, *more: Any, **options: Any) -> Any:
+        return right(module, 2 * query, key, value, *more, **options)
+
+    monkeypatch.setitem(kernels._global_mapping, "sdpa", wrong)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """The command in a process of its own, as a shell runs it."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | options.pop("env", {})
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    command = [sys.executable, "-m", "attnprobe", *arguments]
+    return subprocess.Popen(command, env=environment, text=True, encoding="utf-8", **pipes)
+
+
+# verify
+
+
+def test_verify_prints_every_check_and_layer_and_the_verdict_last(model: str) -> None:
+    result = run("verify", "--model", model, "--attn", "eager")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"model  {model} in float32, eager kernel"
+    assert lines[1] == f"text   {TEXT} (8 tokens)"
+    rows = [line.split() for line in lines if line.endswith("verified")]
+    places = [(check, str(layer)) for check in CHECKS[:-1] for layer in range(3)]
+    assert [(row[0], row[1]) for row in rows[:-1]] == places
+    assert rows[-1][0] == "logits"
+    assert lines[-2].startswith("worst head: layer ")
+    assert lines[-1].startswith("VERIFIED: ")
+
+
+def test_verify_names_the_head_that_the_report_finds_worst(model: str) -> None:
+    report = ap.verify(ap.capture(ap.load(model, attn="sdpa"), "hello there you"))
+    frame = report.to_frame().dropna(subset=["head", "ratio"])
+    worst = frame.loc[frame["ratio"].idxmax()]
+    result = run("verify", "hello there you", "--model", model)
+    assert (
+        f"worst head: layer {worst['layer']}, head {worst['head']} ({worst['check']})"
+        in result.stdout
+    )
+
+
+def test_a_check_that_cannot_be_made_has_one_row_and_a_reason(model: str) -> None:
+    lines = run("verify", "--model", model, "--attn", "sdpa").stdout.splitlines()
+    assert [line.split() for line in lines if line.startswith(" weights")] == [
+        ["weights", "all", "not", "checked"]
+    ]
+    assert any(line.startswith("weights: not checked: ") for line in lines)
+
+
+@pytest.mark.usefixtures("wrong_kernel")
+def test_a_mismatch_leaves_with_1(model: str) -> None:
+    result = run("verify", "--model", model)
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1].startswith("MISMATCH: ")
+
+
+def test_what_was_not_checked_leaves_with_2(model: str) -> None:
+    result = run("verify", "--model", model, "--checks", "mask, merge")
+    assert result.exit_code == 2
+    assert "output" not in result.stdout.splitlines()[3:-1]
+    assert result.stdout.splitlines()[-1].startswith("NOT CHECKED: ")
+    assert run("verify", "--model", model, "--checks", "output").exit_code == 0
+
+
+def no_such_number(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+@pytest.mark.usefixtures("wrong_kernel")
+def test_json_is_one_object_and_nothing_else(model: str) -> None:
+    result = run("verify", "a [b] <c>", "--model", model, "--json")
+    report = json.loads(result.stdout, parse_constant=no_such_number)
+    assert result.exit_code == 1
+    assert result.stdout.count("\n") == 1
+    assert report["text"] == "a [b] <c>"
+    assert report["verdict"] == "mismatch"
+    assert {row["check"] for row in report["rows"]} == set(CHECKS)
+
+
+class Page(HTMLParser):
+    """The text and the tags of a page."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str | None] = []
+        self.text = ""
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_stands_alone_and_shows_texts_as_they_are(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    text = "</style><script>alert(1)</script> <img src=x onerror=alert(2)>"
+    result = run("verify", text, "--model", model, "--out", str(out))
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1].startswith("VERIFIED: ")
+    source = out.read_text(encoding="utf-8")
+    page = Page(source)
+    assert source.startswith("<!DOCTYPE html>")
+    assert text in page.text
+    assert not {"script", "img", "link", "iframe"}.intersection(page.tags)
+    assert page.links == []
+    assert "load with attn='eager'" in page.text  # reasons are not cut
+    assert "VERIFIED: " in page.text
+    assert list(tmp_path.iterdir()) == [out]
+
+
+# table and attended
+
+
+def test_table_as_csv_and_json_hold_the_frame(model: str) -> None:
+    expected = ap.table(ap.capture(ap.load(model, attn="sdpa"), TEXT), layer=2, head=1)
+    arguments = ("table", TEXT, "--model", model, "--layer", "2", "--head", "1", "--format")
+    csv, as_json = run(*arguments, "csv"), run(*arguments, "json")
+    assert (csv.exit_code, as_json.exit_code) == (0, 0)
+    read = pd.read_csv(io.StringIO(csv.stdout), keep_default_na=False)
+    pd.testing.assert_frame_equal(read, expected, check_dtype=False, check_exact=False, rtol=1e-12)
+    records = json.loads(as_json.stdout, parse_constant=no_such_number)
+    assert records == expected.to_dict("records")
+
+
+def test_a_long_table_is_not_cut(model: str) -> None:
+    result = run("table", LONG, "--model", model, "--layer", "0")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()[2:]
+    assert len(lines) == 2 * 40 * 41 // 2
+    assert "…" not in result.stdout
+    assert len({len(line.split()) for line in lines}) == 1
+
+
+def test_tokens_are_shown_as_they_are(model: str) -> None:
+    result = run("table", "[red]:cat:\n\x1b[0m", "--model", model, "--layer", "0", "--head", "0")
+    assert "[" in result.stdout
+    assert "red" in result.stdout
+    assert ":" in result.stdout
+    assert r"\n" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+def test_a_table_goes_to_a_file(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "table.csv"
+    out.write_text("old")
+    result = run("table", "hi you", "--model", model, "--format", "csv", "--out", str(out))
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert len(pd.read_csv(out)) == 3 * 2 * 3
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_attended(model: str) -> None:
+    cap = ap.capture(ap.load(model, attn="sdpa"), "in the park in the green")
+    expected = ap.attended(cap, "the", top=3, layer=1, head=0, nth=1)
+    chosen = ("--word", "the", "--layer", "1", "--head", "0", "--top", "3", "--nth", "1")
+    result = run(
+        "attended", "in the park in the green", "--model", model, *chosen, "--format", "json"
+    )
+    assert json.loads(result.stdout) == expected.to_dict("records")
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["verify", ""], "empty"),
+        (["verify", LONG + " o p"], "42 tokens; the model takes at most 40"),
+        (["verify", "caf\udce9"], "not valid UTF-8"),
+        (["verify", "--checks", "output,smell"], "unknown check 'smell'"),
+        (["verify", "--checks", ""], "unknown check"),
+        (["verify", "--dtype", "float23"], "unknown dtype 'float23'"),
+        (["verify", "--attn", "spda"], "unknown attention kernel 'spda'"),
+        (["verify", "--device", "toaster"], "device 'toaster'"),
+        (["verify", "--revision", "v2"], "only a hub id has revisions"),
+        (["verify", "--loud"], "No such option"),
+        (["table", TEXT, "--layer", "3"], "numbered 0 to 2"),
+        (["table", TEXT, "--layer", "-1"], "numbered 0 to 2"),
+        (["table", TEXT, "--head", "2"], "numbered 0 to 1"),
+        (["table", TEXT, "--format", "xml"], "xml"),
+        (["attended", TEXT, "--word", "playin"], "playing"),
+        (["attended", TEXT, "--word", "green", "--nth", "1"], "nth"),
+        (["attended", TEXT, "--word", "green", "--top", "0"], "top"),
+        (["attended", TEXT], "--word"),
+    ],
+)
+def test_bad_input_leaves_with_2_and_one_message(
+    model: str, arguments: list[str], said: str
+) -> None:
+    result = run(*arguments, "--model", model)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.output
+
+
+def test_a_model_without_softmax_attention_leaves_with_2(model: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "mamba")
+    sizes = {"vocab_size": 50257, "hidden_size": 6, "num_hidden_layers": 2}
+    transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).save_pretrained(folder)
+    result = run("verify", "--model", str(folder))
+    assert result.exit_code == 2
+    assert "attention" in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("source", ["no/such/folder", "nothing.gguf", "."])
+def test_an_unusable_model_leaves_with_2(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("verify", "--model", source)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("attnprobe: ")
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("absent/report.html", "there is no folder"),
+        ("folder.html", "it is not a file"),
+        ("report.json", "expected a name in .html"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, out: str, said: str
+) -> None:
+    (tmp_path / "folder.html").mkdir()
+    result = run("verify", "--model", "no/such/model", "--out", str(tmp_path / out))
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "no/such/model" not in result.stderr
+
+
+def test_nothing_is_written_where_a_run_fails(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "report.html"
+    out.write_text("of yesterday")
+    assert run("verify", "", "--model", model, "--out", str(out)).exit_code == 2
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    result = run("verify", "--model", model, "--out", str(out))
+    assert result.exit_code == 2
+    assert "No space left on device" in result.stderr
+    assert out.read_text() == "of yesterday"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+# How it starts and leaves
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"attnprobe {ap.__version__}\n")
+
+
+def test_a_crash_is_no_mismatch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def crash(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(cli, "_capture", crash)
+    monkeypatch.setattr(sys, "argv", ["attnprobe", "verify"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 70
+    assert "ZeroDivisionError: a bug" in capsys.readouterr().err
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys, attnprobe.cli\n"
+        "sys.argv = ['attnprobe', '--help']\n"
+        "try:\n    attnprobe.cli.main()\n"
+        "finally:\n    print(sorted({'torch', 'transformers', 'pandas'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "verify" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_public_name_is_itself_also_after_its_module_was_imported() -> None:
+    code = (
+        "import attnprobe as ap\n"
+        "assert set(ap.__all__) == {name for names in ap._HOMES.values() for name in names}\n"
+        "for name in ap.__all__:\n    assert getattr(ap, name).__name__ == name, name\n"
+        "assert not hasattr(ap, 'nothing')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_a_terminal_only_the_report_is_printed(model: str) -> None:
+    """And on a stdout that cannot show √, it is written out."""
+    process = start("verify", "--model", model, env={"PYTHONIOENCODING": "ascii"})
+    stdout, stderr = process.communicate()
+    assert process.returncode == 0
+    assert stderr == ""
+    assert stdout.splitlines()[-1].startswith(r"VERIFIED: the model computed softmax(QK\u1d40/")
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    ours, theirs = pty.openpty()
+    yield ours, theirs
+    os.close(ours)
+
+
+def test_progress_goes_to_stderr_where_that_is_a_terminal(
+    model: str, terminal: tuple[int, int]
+) -> None:
+    ours, theirs = terminal
+    process = start("verify", "--model", model, "--json", stderr=theirs, env={"TERM": "xterm"})
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := os.read(ours, 4096):
+            shown += chunk
+    except OSError:  # what Linux gives at the end of a terminal
+        pass
+    assert json.loads(process.communicate()[0])["verdict"] == "verified"
+    assert b"logits" in shown
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback(model: str) -> None:
+    process = start("table", LONG, "--model", model, "--format", "csv")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline().startswith("layer,head,")
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 141
+
+
+def test_interrupted_it_leaves_with_130(tmp_path: Path) -> None:
+    with Hub() as hub, hub.hanging():
+        settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        process = start("verify", "--model", "some/model", env=settings)
+        assert hub.asked.wait(timeout=60)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
