@@ -32,8 +32,13 @@ def encode(
 
     Raises:
         InputError: no text, an empty one, one longer than the model's positions, text without a
-            tokenizer, or ids outside the vocabulary.
+            tokenizer, ids outside the vocabulary, or an encoder-decoder.
     """
+    if getattr(getattr(lm.model, "config", None), "is_encoder_decoder", False):
+        raise InputError(
+            f"{type(lm.model).__name__} is an encoder-decoder and takes two texts; a capture is of "
+            "one. Run the model yourself inside `with ap.probe(model) as calls:`"
+        )
     texts, ids = _token_ids(lm, text)
     _check(lm, ids)
     side = padding_side or getattr(lm.tokenizer, "padding_side", "right")

@@ -32,6 +32,9 @@ Handler = Callable[[AttentionCall, Callable[[], KernelOutput]], KernelOutput]
 """Gets a call's inputs and a function that runs the kernel; returns what a kernel returns: the
 output (B, T, H, Dv), and the weights or None."""
 
+SEAM = ("module", "query", "key", "value", "attention_mask")
+"""What every kernel is called with first, whatever it calls them itself."""
+
 _interceptions: list[_Interception] = []
 _lock = threading.Lock()
 _get_interface = AttentionInterface.get_interface
@@ -287,23 +290,18 @@ def _watched_kernel(
     concerned = [one for one in _interceptions if module in one.names]
     if not concerned:
         return run()
-    arguments = _named(kernel, (module, *args), kwargs)
+    order = [*SEAM, *list(inspect.signature(kernel).parameters)[len(SEAM) :]]
+    arguments = dict(zip(order, (module, *args), strict=False)) | kwargs
     for one in concerned:
         call = one.record(implementation or "eager", module, arguments)
         run = functools.partial(one.handle, call, run)
     return run()
 
 
-def _named(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """The arguments of a call by name, those gathered in **kwargs among them."""
-    names = list(inspect.signature(function).parameters)
-    return dict(zip(names, args, strict=False)) | kwargs
-
-
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return _named(_forward(type(module)), (module, *args), kwargs) if args else dict(kwargs)
+    """A forward's arguments by name, those gathered in **kwargs among them."""
+    names = list(inspect.signature(_forward(type(module))).parameters)[1:] if args else ()
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _forward(cls: type[nn.Module]) -> Callable[..., Any]:

@@ -58,8 +58,8 @@ def report_json(report: VerificationReport, text: str) -> str:
 def report_page(report: VerificationReport, text: str) -> str:
     """A report as a page that stands alone: no script, no network; every text escaped."""
     layers = pd.DataFrame(_by_layer(report), columns=list(_COLUMNS))
-    with pd.option_context("display.max_colwidth", None):  # else pandas cuts long reasons
-        tables = report._repr_html_(), layers.to_html(index=False, border=0)
+    with pd.option_context("display.max_colwidth", None):  # else pandas cuts the reasons
+        by_layer = layers.to_html(index=False, border=0)
     name = html.escape(report.model)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -75,9 +75,9 @@ th, td {{ border-bottom: 1px solid #ccc; padding: 0.2em 0.8em; text-align: left;
 <body>
 <h1>Attention of {name}</h1>
 <blockquote>{html.escape(text)}</blockquote>
-{tables[0]}
+{report._repr_html_()}
 <h2>By check and layer: the worst head</h2>
-{tables[1]}
+{by_layer}
 </body>
 </html>
 """

@@ -168,7 +168,8 @@ class VerificationReport:
         return f"{self._heading()}\n{table}\n{self.summary}"
 
     def _repr_html_(self) -> str:
-        table = _readable(self.by_check().to_frame()).to_html(index=False, border=0)
+        with pd.option_context("display.max_colwidth", None):  # else pandas cuts the reasons
+            table = _readable(self.by_check().to_frame()).to_html(index=False, border=0)
         heading, summary = html.escape(self._heading()), html.escape(self.summary)
         return f"<p>{heading}</p>{table}<p><strong>{summary}</strong></p>"
 

@@ -35,6 +35,14 @@ def test_an_empty_text_is_refused():
         ap.capture(ap.load("bundled"), ["some", ""])
 
 
+def test_an_encoder_decoder_is_refused_by_name():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(d_model=12, d_kv=5, d_ff=7, num_layers=1, num_heads=3, vocab_size=101)
+    with pytest.raises(ap.InputError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        ap.capture(T5ForConditionalGeneration(config).eval(), [1, 2])
+
+
 @pytest.mark.parametrize("ids", [[3, 4, 5], [[3, 4, 5]], torch.tensor([3, 4, 5])])
 def test_ids_in_any_form(gpt2, ids):
     cap = ap.capture(gpt2(), ids)

@@ -173,6 +173,19 @@ def test_a_probe_sees_what_stands_in_for_the_kernel(gpt2):
     assert torch.equal(calls[0].head_output_model, calls[0].value.transpose(1, 2) * 2)
 
 
+def test_a_users_own_kernel_of_any_signature(gpt2):
+    def own(*args, **kwargs):
+        return AttentionInterface._global_mapping["sdpa"](*args, **kwargs)
+
+    AttentionInterface.register("users_own", own)
+    try:
+        model = gpt2()
+        model.config._attn_implementation = "users_own"
+        assert ap.verify(ap.capture(model, IDS[0]), ["output"]).passed
+    finally:
+        del AttentionInterface._global_mapping["users_own"]
+
+
 def test_a_part_of_a_model_can_be_run_under_the_probe(gpt2):
     model = gpt2()
     with ap.probe(model) as calls:

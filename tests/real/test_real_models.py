@@ -1,4 +1,4 @@
-"""Real weights, real tokenizers, real sizes: from packages that requirements-models.txt installs."""
+"""Real weights, tokenizers and sizes, from the packages of requirements-models.txt."""
 
 import copy
 
