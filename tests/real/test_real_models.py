@@ -64,10 +64,9 @@ def test_smollm2_is_verified(smollm2, kernel, dtype):
     assert found["projection"] == found["merge"] == {"not_checked"}
     if kernel == "eager":
         assert found["weights"] == {"verified"}
-    if kernel == "sdpa" or dtype == torch.float32:
-        assert found["logits"] == {"verified"}
-    else:  # the bound on scores rounded to half precision is wider than what the logits vary by
-        assert found["logits"] == {"not_checked"}
+    # eager in bfloat16 may round these scores so far that the logits could be any: said, not hidden
+    hidden = kernel == "eager" and dtype == torch.bfloat16
+    assert found["logits"] == {"not_checked" if hidden else "verified"}
 
 
 def test_smollm2_puts_its_attention_on_the_first_token(smollm2):
