@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attnprobe.errors import AttnprobeError, InputError, ModelError, NonFiniteError
     from attnprobe.hooks import capture, probe
+    from attnprobe.looking import attended, attended_by
     from attnprobe.models import load
     from attnprobe.recompute import scores, weights
     from attnprobe.records import AttentionCall, Capture, LanguageModel
     from attnprobe.report import VerificationReport
-    from attnprobe.tables import attended, table
+    from attnprobe.tables import styled, table
     from attnprobe.verification import verify
+    from attnprobe.walking import Walkthrough, walkthrough
 
 __version__ = "0.1.0"
 
@@ -24,13 +26,17 @@ __all__ = [
     "ModelError",
     "NonFiniteError",
     "VerificationReport",
+    "Walkthrough",
     "attended",
+    "attended_by",
     "capture",
     "load",
     "probe",
     "scores",
+    "styled",
     "table",
     "verify",
+    "walkthrough",
     "weights",
 ]
 
@@ -42,8 +48,10 @@ _HOMES = {
     "records": ("AttentionCall", "Capture", "LanguageModel"),
     "recompute": ("scores", "weights"),
     "report": ("VerificationReport",),
-    "tables": ("attended", "table"),
+    "looking": ("attended", "attended_by"),
+    "tables": ("styled", "table"),
     "verification": ("verify",),
+    "walking": ("Walkthrough", "walkthrough"),
 }
 
 

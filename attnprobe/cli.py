@@ -16,8 +16,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -46,6 +47,7 @@ class Format(StrEnum):
 
     CSV = "csv"
     JSON = "json"
+    PARQUET = "parquet"
     TABLE = "table"
 
 
@@ -129,7 +131,7 @@ def table(
 ) -> None:
     """Show score and weight of every query and each key that it may attend to."""
     with _exits():
-        _check_target(out)
+        _check_target(out, format=format)
         cap = _capture(text, model, revision, dtype, attn, device)
         from attnprobe.tables import table
 
@@ -137,13 +139,21 @@ def table(
 
 
 @app.command()
-def attended(
-    word: Annotated[str, typer.Option(help="A word of the text.")],
+def words(
     text: Text = SENTENCE,
+    word: Annotated[
+        str | None, typer.Option(help="One word of the text; all if not given.")
+    ] = None,
     layer: Layer = None,
     head: Head = None,
-    top: Annotated[int, typer.Option(help="How many rows.")] = 5,
+    top: Annotated[int, typer.Option(help="How many words each looks at.")] = 5,
     nth: Annotated[int, typer.Option(help="Which of the word's occurrences, from 0.")] = 0,
+    how: Annotated[str, typer.Option(help="Over heads: mean, max or rollout.")] = "mean",
+    weigh: Annotated[
+        str, typer.Option(help="By weight, or by value: weight × ‖v·W_O‖.")
+    ] = "weight",
+    skip_first: Annotated[bool, typer.Option(help="Leave out the first word's share.")] = False,
+    reverse: Annotated[bool, typer.Option(help="Instead, the words that look at it.")] = False,
     format: FormatOption = Format.TABLE,
     out: Out = None,
     model: Model = "bundled",
@@ -152,13 +162,51 @@ def attended(
     device: Device = "cpu",
     revision: Revision = None,
 ) -> None:
-    """Show which tokens a word looks at, strongest first: in one head, or in the mean of many."""
+    """Show which past words a word looks at, strongest first: in one head, or over many."""
     with _exits():
-        _check_target(out)
+        _check_target(out, format=format)
         cap = _capture(text, model, revision, dtype, attn, device)
-        from attnprobe.tables import attended
+        import pandas as pd
 
-        _give(attended(cap, word, top=top, layer=layer, head=head, nth=nth), format, out)
+        from attnprobe.looking import attended, attended_by, position
+
+        read = cap.words_of(0)
+        chosen = range(len(read.words)) if word is None else [position(read, word, nth)]
+        options: dict[str, Any] = {"top": top, "layer": layer, "head": head}
+        options |= {"how": how, "weigh": weigh}
+        if reverse:
+            frames = [attended_by(cap, one, **options) for one in chosen]
+        else:
+            frames = [attended(cap, one, skip_first=skip_first, **options) for one in chosen]
+        _give(pd.concat(frames), format, out)
+
+
+@app.command()
+def walk(
+    word: Annotated[str, typer.Option(help="A word of the text.")],
+    layer: Annotated[int, typer.Option(help="Counted from 0.")],
+    head: Annotated[int, typer.Option(help="Counted from 0.")],
+    text: Text = SENTENCE,
+    nth: Annotated[int, typer.Option(help="Which of the word's occurrences, from 0.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write an HTML page instead.")] = None,
+    model: Model = "bundled",
+    dtype: Dtype = "float32",
+    attn: Attn = None,
+    device: Device = "cpu",
+    revision: Revision = None,
+) -> None:
+    """Walk through the formula for one word in one head, step by step."""
+    with _exits():
+        _check_target(out, (".html", ".htm"))
+        cap = _capture(text, model, revision, dtype, attn, device)
+        from attnprobe import printing
+        from attnprobe.walking import walkthrough
+
+        walked = walkthrough(cap, word, layer, head, nth=nth)
+        if out is None:
+            print(walked)
+        else:
+            printing.write(out, printing.page(f"attnprobe walk: {word}", walked._repr_html_()))
 
 
 def main() -> None:
@@ -238,6 +286,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 def _give(frame: pd.DataFrame, format: Format, out: Path | None) -> None:
     from attnprobe import printing
 
+    content: str | bytes
     match format:
         case Format.CSV:
             content = printing.frame_csv(frame)
@@ -245,18 +294,27 @@ def _give(frame: pd.DataFrame, format: Format, out: Path | None) -> None:
             content = printing.frame_json(frame)
         case Format.TABLE:
             content = printing.frame_text(frame, _terminal_width() if out is None else None)
+        case Format.PARQUET:
+            content = printing.frame_parquet(frame)
     if out is None:
         print(content)
     else:
-        printing.write(out, content + "\n")
+        printing.write(out, content if isinstance(content, bytes) else content + "\n")
 
 
 def _terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def _check_target(out: Path | None, suffixes: tuple[str, ...] = ()) -> None:
+def _check_target(
+    out: Path | None, suffixes: tuple[str, ...] = (), format: Format | None = None
+) -> None:
     """Refuse, before any work, a file that could not be written."""
+    if format is Format.PARQUET:
+        if out is None:
+            raise InputError("parquet is not for a terminal: name a file with --out")
+        if util.find_spec("pyarrow") is None:
+            raise InputError("parquet needs pyarrow: pip install 'attnprobe[parquet]'")
     if out is None:
         return
     if not out.parent.is_dir():

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from attnprobe.errors import InputError
 from attnprobe.records import LanguageModel
+from attnprobe.words import Words, read
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +21,7 @@ class Batch:
     """One or more texts, filled up to one length."""
 
     texts: tuple[str | None, ...]
-    tokens: tuple[tuple[str, ...], ...]
+    words: tuple[Words, ...]
     padding: Tensor  # (B, T) bool, True where a token stands
     inputs: dict[str, Tensor]  # the forward's keyword arguments
 
@@ -55,7 +56,8 @@ def encode(
     if not mask[:, 0].all() and "position_ids" in accepted:
         # Absolute positions count from a text's first token, not from the padding before it.
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    return Batch(texts, tuple(_strings(lm, row) for row in ids), mask.bool(), inputs)
+    words = (read(lm.tokenizer, row, one) for row, one in zip(ids, texts, strict=True))
+    return Batch(texts, tuple(words), mask.bool(), inputs)
 
 
 def _token_ids(lm: LanguageModel, text: Any) -> tuple[tuple[str | None, ...], list[list[int]]]:
@@ -99,9 +101,3 @@ def _check(lm: LanguageModel, ids: list[list[int]]) -> None:
                 f"text {number} holds token ids from {min(row)} to {max(row)}; the model's "
                 f"vocabulary has ids 0 to {vocabulary - 1}"
             )
-
-
-def _strings(lm: LanguageModel, row: list[int]) -> tuple[str, ...]:
-    if lm.tokenizer is None:
-        return tuple(str(one) for one in row)
-    return tuple(lm.tokenizer.decode([one]) for one in row)

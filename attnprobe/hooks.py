@@ -135,7 +135,7 @@ def capture(
         texts=batch.texts,
         input_ids=batch.inputs["input_ids"],
         padding=batch.padding,
-        tokens=batch.tokens,
+        words=batch.words,
         calls=tuple(calls),
         output=output_of(outputs).detach(),
         inputs=batch.inputs,

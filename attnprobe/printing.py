@@ -60,12 +60,20 @@ def report_page(report: VerificationReport, text: str) -> str:
     layers = pd.DataFrame(_by_layer(report), columns=list(_COLUMNS))
     with pd.option_context("display.max_colwidth", None):  # else pandas cuts the reasons
         by_layer = layers.to_html(index=False, border=0)
-    name = html.escape(report.model)
+    return page(
+        f"Attention of {report.model}",
+        f"<blockquote>{html.escape(text)}</blockquote>\n{report._repr_html_()}\n"
+        f"<h2>By check and layer: the worst head</h2>\n{by_layer}",
+    )
+
+
+def page(title: str, body: str) -> str:
+    """A page that stands alone around a body of HTML; the title is text and is escaped."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<title>attnprobe verify: {name}</title>
+<title>{html.escape(title)}</title>
 <style>
 body {{ font: 15px/1.5 sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
@@ -73,11 +81,8 @@ th, td {{ border-bottom: 1px solid #ccc; padding: 0.2em 0.8em; text-align: left;
 </style>
 </head>
 <body>
-<h1>Attention of {name}</h1>
-<blockquote>{html.escape(text)}</blockquote>
-{report._repr_html_()}
-<h2>By check and layer: the worst head</h2>
-{by_layer}
+<h1>{html.escape(title)}</h1>
+{body}
 </body>
 </html>
 """
@@ -97,6 +102,13 @@ def frame_json(frame: pd.DataFrame) -> str:
     return json.dumps(records, allow_nan=False)
 
 
+def frame_parquet(frame: pd.DataFrame) -> bytes:
+    """A table as a Parquet file."""
+    content = io.BytesIO()
+    frame.to_parquet(content, index=False)
+    return content.getvalue()
+
+
 def frame_text(frame: pd.DataFrame, width: int | None = None) -> str:
     """A table to read; `width` is that of the terminal, None for as wide as it gets."""
     numbers = list(frame.select_dtypes("number").columns)
@@ -107,7 +119,7 @@ def frame_text(frame: pd.DataFrame, width: int | None = None) -> str:
     return _grid(list(frame.columns), rows, numbers, width)
 
 
-def write(out: Path, content: str) -> None:
+def write(out: Path, content: str | bytes) -> None:
     """Write a file in full or not at all.
 
     Raises:
@@ -115,7 +127,7 @@ def write(out: Path, content: str) -> None:
     """
     beside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        beside.write_text(content, encoding="utf-8", newline="\n")
+        beside.write_bytes(content if isinstance(content, bytes) else content.encode())
         beside.replace(out)
     except OSError as error:
         raise AttnprobeError(f"cannot write {out}: {error.strerror}") from error

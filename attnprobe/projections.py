@@ -6,6 +6,7 @@ A family is known by its attention class. What is not known is said to be so, ne
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +30,7 @@ def projected(call: AttentionCall, rounding: Arithmetic) -> dict[str, Projected]
         return "the attention module's input was not seen"
     if call.kind == "cross":
         return "the projections of cross-attention are not known"
-    return family[0](call, rounding)
+    return family.projected(call, rounding)
 
 
 def merged(call: AttentionCall, rounding: Arithmetic) -> Projected | str:
@@ -39,7 +40,36 @@ def merged(call: AttentionCall, rounding: Arithmetic) -> Projected | str:
         return f"the output projection of {type(call.module).__name__} is not known"
     if call.head_output_model is None or call.attention_output is None:
         return "the attention module's output was not seen"
-    return family[1](call, rounding)
+    return family.merged(call, rounding)
+
+
+def source(call: AttentionCall, name: str, head: int) -> str:
+    """In words, where one head's query, key or value comes from: the weight and its columns."""
+    tensor: Tensor = getattr(call, name)
+    family = FAMILIES.get(type(call.module).__name__)
+    if family is None:
+        return f"what the kernel got from {call.name}"
+    own = head // (call.heads // tensor.shape[1])
+    return family.source(call, name, own)
+
+
+def value_norms(call: AttentionCall, heads: list[int], value: Tensor) -> Tensor | str:
+    """‖v·W_O‖ in float64, the length of what each value brings to the output, (h, S).
+
+    Args:
+        call: the attention call.
+        heads: which heads.
+        value: those heads' values, (h, S, Dv).
+
+    Returns:
+        The lengths; or, as text, why W_O is not known.
+    """
+    family = FAMILIES.get(type(call.module).__name__)
+    if family is None:
+        return f"the output projection of {type(call.module).__name__} is not known"
+    weight = family.output_weight(call)[heads].double()  # (h, Dv, E)
+    norms: Tensor = (value.double() @ weight).norm(dim=-1)  # (h, S)
+    return norms
 
 
 def _gpt2_projected(call: AttentionCall, rounding: Arithmetic) -> dict[str, Projected]:
@@ -69,10 +99,28 @@ def _split_heads(x: Tensor, heads: int) -> Tensor:
     return x.view(batch, tokens, heads, -1).transpose(1, 2)
 
 
-FAMILIES: dict[
-    str,
-    tuple[
-        Callable[[AttentionCall, Arithmetic], dict[str, Projected]],
-        Callable[[AttentionCall, Arithmetic], Projected],
-    ],
-] = {"GPT2Attention": (_gpt2_projected, _gpt2_merged)}
+def _gpt2_source(call: AttentionCall, name: str, head: int) -> str:
+    size = call.query.shape[-1]
+    first = ("query", "key", "value").index(name) * call.heads * size + head * size
+    return f"X·W + b; head {head}: {call.name}.c_attn.weight[:, {first}:{first + size}]"
+
+
+def _gpt2_output_weight(call: AttentionCall) -> Tensor:
+    module: Any = call.module
+    weight: Tensor = module.c_proj.weight.detach()  # (H·Dv, E)
+    return weight.view(call.heads, -1, weight.shape[-1])  # (H, Dv, E)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of one attention class's own weights."""
+
+    projected: Callable[[AttentionCall, Arithmetic], dict[str, Projected]]
+    merged: Callable[[AttentionCall, Arithmetic], Projected]
+    output_weight: Callable[[AttentionCall], Tensor]  # W_O head by head, (H, Dv, E)
+    source: Callable[[AttentionCall, str, int], str]
+
+
+FAMILIES = {
+    "GPT2Attention": Family(_gpt2_projected, _gpt2_merged, _gpt2_output_weight, _gpt2_source)
+}

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from attnprobe.errors import InputError
 from attnprobe.masks import MaskRule
+from attnprobe.words import Words
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,17 +83,17 @@ class AttentionCall:
 class Capture:
     """One forward of a model over one or more texts.
 
-    `tokens` are the tokens as text (or the ids, without a tokenizer), one tuple a text, without
-    the padding; `padding` is True where a token stands and False where a
-    batch was filled up, (B, T) bool. `output` is the model's logits, (B, T, V), or its last
-    hidden state, (B, T, E), where it has no language-model head.
+    `words` says how each text is read, token by token and word by word, without the padding;
+    `padding` is True where a token stands and False where a batch was filled up, (B, T) bool.
+    `output` is the model's logits, (B, T, V), or its last hidden state, (B, T, E), where it has no
+    language-model head.
     """
 
     lm: LanguageModel | None
     texts: tuple[str | None, ...]
     input_ids: Tensor  # (B, T)
     padding: Tensor  # (B, T) bool
-    tokens: tuple[tuple[str, ...], ...]
+    words: tuple[Words, ...]
     calls: tuple[AttentionCall, ...]
     output: Tensor
     inputs: dict[str, Tensor] = field(default_factory=dict, repr=False)
@@ -105,6 +106,12 @@ class Capture:
     def layers(self) -> int:
         """The number of self-attention layers."""
         return sum(call.kind == "self" for call in self.calls)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no word sees a later one."""
+        rule = self.call(0).expected_mask
+        return rule is not None and rule.causal
 
     def call(self, layer: int, kind: Literal["self", "cross"] = "self") -> AttentionCall:
         """The attention call of one layer.
@@ -129,14 +136,14 @@ class Capture:
         self._refuse_text(text)
         return self.padding[text].nonzero().flatten()
 
-    def tokens_of(self, text: int) -> tuple[str, ...]:
-        """The tokens of one text, as strings.
+    def words_of(self, text: int) -> Words:
+        """How one text is read: its tokens and words.
 
         Raises:
             InputError: there is no such text.
         """
         self._refuse_text(text)
-        return self.tokens[text]
+        return self.words[text]
 
     def _refuse_text(self, text: int) -> None:
         if not 0 <= text < len(self):

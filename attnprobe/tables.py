@@ -1,122 +1,209 @@
-"""Attention as pandas frames: `table` and `attended`, by token."""
+"""Attention as a tidy pandas frame, by token or by word: `table`; and as a heat map: `styled`."""
 
 from __future__ import annotations
 
-import difflib
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
+from pandas.io.formats.style import Styler
 
 from attnprobe.errors import InputError
-from attnprobe.recompute import chosen_heads, scores, weights
+from attnprobe.recompute import Attention, By, Which, chosen, to_words
 from attnprobe.records import Capture
+
+TABLE_BYTES = 500_000_000
+"""The largest frame that `table` makes unless told otherwise, in bytes."""
+
+COLUMNS = (
+    *("text", "layer", "head", "query_pos", "query", "key_pos", "key"),
+    *("score_raw", "score", "masked", "weight"),
+)
+
+WEIGHTS = {"weight", "share"} | {
+    f"{name}{skipped}" for name in ("weight", "value_share") for skipped in ("", "_without_first")
+}
+"""The columns that `styled` colours: between 0 and 1, but for a share, which may be negative."""
+
+_ROW_BYTES = 45  # what one row of the columns below takes, categories aside
 
 
 def table(
-    cap: Capture, layer: int | None = None, head: int | None = None, *, text: int = 0
-) -> pd.DataFrame:
-    """A row for each query and each key that it may attend to.
-
-    Args:
-        cap: what `capture` returned.
-        layer: from 0; None for all.
-        head: from 0; None for all.
-        text: which text of a batch.
-
-    Returns:
-        Columns layer, head, query_pos, query, key_pos, key, score (scaled, before softmax), weight.
-        Positions count the text's own tokens from 0.
-
-    Raises:
-        InputError: layer, head or text out of range.
-    """
-    tokens = cap.tokens_of(text)
-    layers = range(cap.layers) if layer is None else [layer]
-    frames = []
-    for one in layers:
-        heads = chosen_heads(cap.call(one), head)
-        score, weight = (
-            of(cap, one, head, text=text).reshape(len(heads), len(tokens), len(tokens)).cpu()
-            for of in (scores, weights)
-        )
-        at_head, query_pos, key_pos = (score != -float("inf")).nonzero(as_tuple=True)
-        frames.append(
-            pd.DataFrame(
-                {
-                    "layer": one,
-                    "head": [heads[at] for at in at_head.tolist()],
-                    "query_pos": query_pos.numpy(),
-                    "query": [tokens[at] for at in query_pos.tolist()],
-                    "key_pos": key_pos.numpy(),
-                    "key": [tokens[at] for at in key_pos.tolist()],
-                    "score": score[at_head, query_pos, key_pos].numpy(),
-                    "weight": weight[at_head, query_pos, key_pos].numpy(),
-                }
-            )
-        )
-    return pd.concat(frames, ignore_index=True)
-
-
-def attended(
     cap: Capture,
-    word: str,
+    layer: Which = None,
+    head: Which = None,
     *,
-    top: int = 5,
-    layer: int | None = None,
-    head: int | None = None,
-    text: int = 0,
-    nth: int = 0,
+    by: By = "token",
+    text: Which = None,
+    future: bool = False,
+    wide: bool = False,
+    max_bytes: int = TABLE_BYTES,
 ) -> pd.DataFrame:
-    """Which tokens a word's token looks at, strongest first.
+    """A row for each text, layer, head, query, and key that the query may attend to.
 
     Args:
         cap: what `capture` returned.
-        word: a token of the text as it is read, without the spaces around it.
-        top: how many rows.
-        layer: from 0; None for the mean over all.
-        head: from 0; None for the mean over all.
-        text: which text of a batch.
-        nth: which of the word's occurrences, from 0.
+        layer: from 0; one, several, or None for all.
+        head: from 0; one, several, or None for all.
+        by: "token" or "word" (see `attnprobe.recompute.to_words`).
+        text: which texts of a batch, from 0; None for all.
+        future: rows also for keys that the mask hides.
+        wide: instead, the matrix of weights of one layer, head and text: a row a query, a column a
+            key. A token or word that occurs again is numbered from 2, as in `the (2)`.
+        max_bytes: the largest frame to make.
 
     Returns:
-        Columns query_pos, query, key_pos, key, weight: the weight of one head, or the mean over the
-        chosen layers and heads.
+        Columns text, layer, head, query_pos, query, key_pos, key, then by token score_raw (q·k),
+        score (scaled), masked and weight, by word masked and weight. Positions count the text's
+        own tokens, or words, from 0; query and key are categories; scores and weights are float64.
 
     Raises:
-        InputError: the word is not in the text (the message lists near ones); top below 1; layer,
-            head, text or nth out of range.
+        InputError: a layer, head or text out of range; `wide` of more than one head; a frame that
+            would take more than `max_bytes`.
     """
-    if top < 1:
-        raise InputError(f"top must be at least 1, got {top}")
-    tokens = cap.tokens_of(text)
-    query_pos = _position(tokens, word, nth)
-    layers = range(cap.layers) if layer is None else [layer]
-    rows = [
-        weights(cap, one, head, text=text).reshape(-1, len(tokens), len(tokens))[:, query_pos]
-        for one in layers
-    ]
-    mean = torch.cat(rows).mean(0)  # (S,)
-    allowed = scores(cap, layers[0], 0, text=text)[query_pos] != -float("inf")
-    frame = pd.DataFrame(
-        {
-            "query_pos": query_pos,
-            "query": tokens[query_pos],
-            "key_pos": range(len(tokens)),
-            "key": tokens,
-            "weight": mean.cpu().numpy(),
+    if by not in ("token", "word"):
+        raise InputError(f"by must be 'token' or 'word', got {by!r}")
+    texts = chosen(text, len(cap), "text")
+    layers = chosen(layer, cap.layers, "layer")
+    heads = chosen(head, cap.calls[0].heads, "head")
+    if wide:
+        if len(texts) * len(layers) * len(heads) != 1:
+            raise InputError("wide shows one text, layer and head: give text, layer and head")
+        return _wide(cap, layers[0], heads[0], by, texts[0])
+    _refuse_size(cap, texts, len(layers) * len(heads), by, future, max_bytes)
+    frames = [_long(cap, one, layers, heads, by, future) for one in texts]
+    return frames[0] if len(frames) == 1 else _stacked(frames)
+
+
+def _labels(cap: Capture, by: By, text: int) -> list[str]:
+    words = cap.words_of(text)
+    return list(words.tokens) if by == "token" else [word.label for word in words.words]
+
+
+def _refuse_size(
+    cap: Capture, texts: list[int], heads: int, by: By, future: bool, max_bytes: int
+) -> None:
+    lengths = [len(_labels(cap, by, text)) for text in texts]
+    pairs = sum(n * (n + 1) // 2 if cap.causal and not future else n * n for n in lengths)
+    needed = _ROW_BYTES * heads * pairs
+    if needed > max_bytes:
+        raise InputError(
+            f"the table would take about {needed / 1e6:,.0f} MB, more than max_bytes "
+            f"({max_bytes / 1e6:,.0f} MB). Choose a layer and a head, or raise max_bytes"
+        )
+
+
+def _long(
+    cap: Capture, text: int, layers: list[int], heads: list[int], by: By, future: bool
+) -> pd.DataFrame:
+    parts = [_of_layer(cap, text, layer, heads, by, future) for layer in layers]
+    columns: dict[str, Any] = {
+        name: np.concatenate([part[name] for part in parts]) for name in parts[0]
+    }
+    labels = _labels(cap, by, text)
+    categories = pd.Index(list(dict.fromkeys(labels)))
+    codes = categories.get_indexer(pd.Index(labels))
+    for role in ("query", "key"):
+        columns[role] = pd.Categorical.from_codes(codes[columns[f"{role}_pos"]], categories)
+    columns["text"] = np.full(len(columns["layer"]), text, np.int16)
+    order = [name for name in COLUMNS if name in columns]
+    return pd.DataFrame({name: columns[name] for name in order}, copy=False)
+
+
+def _of_layer(
+    cap: Capture, text: int, layer: int, heads: list[int], by: By, future: bool
+) -> dict[str, np.ndarray]:
+    """The columns of one layer, but for the labels: a row a head and pair."""
+    attention = Attention.of(cap, layer, heads, text)
+    if by == "word":
+        words = cap.words_of(text)
+        values = {"weight": to_words(attention.weights, words)}  # (h, N, N)
+        allowed = to_words(attention.allowed.double(), words) > 0  # (N, N)
+    else:
+        values = {
+            "score_raw": attention.scores / attention.scaling,
+            "score": attention.scores,
+            "weight": attention.weights,
         }
-    )[allowed.cpu().numpy()]
-    return frame.nlargest(top, "weight").reset_index(drop=True)
+        allowed = attention.allowed  # (T, T)
+    pairs = (torch.ones_like(allowed) if future else allowed).nonzero(as_tuple=True)
+    query_pos, key_pos = (at.cpu().numpy().astype(np.int32) for at in pairs)
+    masked = ~allowed[pairs].cpu().numpy()
+    count = len(heads)
+    return {
+        "layer": np.full(len(masked) * count, layer, np.int16),
+        "head": np.repeat(np.array(heads, np.int16), len(masked)),
+        "query_pos": np.tile(query_pos, count),
+        "key_pos": np.tile(key_pos, count),
+        "masked": np.tile(masked, count),
+        **{
+            name: value[:, pairs[0], pairs[1]].flatten().cpu().numpy()
+            for name, value in values.items()
+        },
+    }
 
 
-def _position(tokens: tuple[str, ...], word: str, nth: int) -> int:
-    """The position of a word's nth occurrence among the tokens."""
-    read = [token.strip() for token in tokens]
-    found = [at for at, token in enumerate(read) if token == word.strip()]
-    if not found:
-        near = difflib.get_close_matches(word.strip(), dict.fromkeys(read), n=5, cutoff=0.5)
-        hint = f"near ones: {', '.join(near)}" if near else f"its tokens: {' | '.join(read[:20])}"
-        raise InputError(f"{word!r} is not a token of the text; {hint}")
-    if not 0 <= nth < len(found):
-        raise InputError(f"{word!r} occurs {len(found)} times; nth counts from 0, got {nth}")
-    return found[nth]
+def _stacked(frames: list[pd.DataFrame]) -> pd.DataFrame:
+    """One frame of several texts', their categories united."""
+    united = pd.Index(
+        dict.fromkeys(label for frame in frames for label in frame["query"].cat.categories)
+    )
+    return pd.concat(
+        [
+            frame.assign(
+                query=frame["query"].cat.set_categories(united),
+                key=frame["key"].cat.set_categories(united),
+            )
+            for frame in frames
+        ],
+        ignore_index=True,
+    )
+
+
+def _wide(cap: Capture, layer: int, head: int, by: By, text: int) -> pd.DataFrame:
+    found = Attention.of(cap, layer, [head], text).weights
+    if by == "word":
+        found = to_words(found, cap.words_of(text))
+    labels = told_apart(_labels(cap, by, text))
+    return pd.DataFrame(
+        found[0].cpu().numpy(),
+        index=pd.Index(labels, name="query"),
+        columns=pd.Index(labels, name="key"),
+    )
+
+
+def told_apart(labels: Sequence[str]) -> list[str]:
+    """Labels with a number behind each that occurred before: `the`, `cat`, `the (2)`."""
+    taken = set(labels)
+    seen: dict[str, int] = {}
+    result = []
+    for label in labels:
+        number = seen.get(label, 0) + 1
+        while number > 1 and f"{label} ({number})" in taken:  # a text may hold `the (2)` itself
+            number += 1
+        seen[label] = number
+        result.append(label if number == 1 else f"{label} ({number})")
+    return result
+
+
+def styled(frame: pd.DataFrame) -> Styler:
+    """A frame with its weights as a heat map: the number in the cell, and behind it its colour.
+
+    Takes what `table`, `attended`, `attended_by` and a walkthrough's `steps` give; colours every
+    column that holds weights or shares, or the whole of a `wide` table. The colour is laid over the
+    notebook's own background, light or dark, and the text keeps the notebook's own colour.
+    """
+    shown = [name for name in frame.columns if name in WEIGHTS]
+    if frame.index.name == "query":  # a wide table: weights all over
+        shown = list(frame.columns)
+    styler = frame.style.format(precision=3, escape="html")
+    styler = styler.format_index(escape="html", axis="index")
+    styler = styler.format_index(escape="html", axis="columns")
+    return styler.map(_shade, subset=pd.Index(shown))
+
+
+def _shade(weight: Any) -> str:
+    share = min(max(float(weight), 0.0), 1.0)
+    return f"background-color: rgba(70, 130, 220, {0.75 * share:.3f})"

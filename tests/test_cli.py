@@ -169,6 +169,7 @@ def test_table_as_csv_and_json_hold_the_frame(model: str) -> None:
     csv, as_json = run(*arguments, "csv"), run(*arguments, "json")
     assert (csv.exit_code, as_json.exit_code) == (0, 0)
     read = pd.read_csv(io.StringIO(csv.stdout), keep_default_na=False)
+    expected = expected.astype({"query": str, "key": str})
     pd.testing.assert_frame_equal(read, expected, check_dtype=False, check_exact=False, rtol=1e-12)
     records = json.loads(as_json.stdout, parse_constant=no_such_number)
     assert records == expected.to_dict("records")
@@ -188,7 +189,7 @@ def test_tokens_are_shown_as_they_are(model: str) -> None:
     assert "[" in result.stdout
     assert "red" in result.stdout
     assert ":" in result.stdout
-    assert r"\n" in result.stdout
+    assert "⏎" in result.stdout
     assert "\x1b" not in result.stdout
 
 
@@ -201,14 +202,47 @@ def test_a_table_goes_to_a_file(model: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_attended(model: str) -> None:
-    cap = ap.capture(ap.load(model, attn="sdpa"), "in the park in the green")
-    expected = ap.attended(cap, "the", top=3, layer=1, head=0, nth=1)
+def test_words_of_one_word(model: str) -> None:
+    cap = ap.capture(ap.load(model), "in the park in the green")
     chosen = ("--word", "the", "--layer", "1", "--head", "0", "--top", "3", "--nth", "1")
-    result = run(
-        "attended", "in the park in the green", "--model", model, *chosen, "--format", "json"
-    )
+    options = ("--model", model, *chosen, "--format", "json")
+    expected = ap.attended(cap, "the", top=3, layer=1, head=0, nth=1)
+    result = run("words", "in the park in the green", *options)
     assert json.loads(result.stdout) == expected.to_dict("records")
+    expected = ap.attended_by(cap, "the", top=3, layer=1, head=0, nth=1)
+    result = run("words", "in the park in the green", *options, "--reverse")
+    assert json.loads(result.stdout) == expected.to_dict("records")
+
+
+def test_words_of_a_text_are_those_of_each_word(model: str) -> None:
+    cap = ap.capture(ap.load(model), TEXT)
+    result = run("words", TEXT, "--model", model, "--top", "2", "--how", "max", "--format", "csv")
+    frame = pd.read_csv(io.StringIO(result.stdout))
+    assert frame["query"].unique().tolist() == TEXT.split()
+    assert frame.groupby("query_pos").size().tolist() == [1, *[2] * 7]
+    expected = ap.attended(cap, "park", top=2, how="max")
+    pd.testing.assert_frame_equal(frame[frame["query"] == "park"].reset_index(drop=True), expected)
+
+
+def test_words_skip_the_first_and_go_to_parquet(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "words.parquet"
+    options = ("--model", model, "--skip-first", "--format", "parquet", "--out", str(out))
+    assert run("words", TEXT, *options).exit_code == 0
+    frame = pd.read_parquet(out)
+    assert frame.columns[-1] == "weight_without_first"
+    assert 0 not in set(frame.key_pos)
+
+
+def test_walk_prints_every_step_or_writes_a_page(model: str, tmp_path: Path) -> None:
+    options = ("--model", model, "--word", "playing", "--layer", "1", "--head", "1")
+    result = run("walk", TEXT, *options)
+    cap = ap.capture(ap.load(model), TEXT)
+    assert result.stdout.strip() == repr(ap.walkthrough(cap, "playing", 1, 1)).strip()
+    out = tmp_path / "walk.html"
+    assert run("walk", TEXT, *options, "--out", str(out)).stdout == ""
+    page = out.read_text(encoding="utf-8")
+    assert page.startswith("<!DOCTYPE html>")
+    assert "weighted_norm" in page
 
 
 # What is refused
@@ -231,10 +265,15 @@ def test_attended(model: str) -> None:
         (["table", TEXT, "--layer", "-1"], "numbered 0 to 2"),
         (["table", TEXT, "--head", "2"], "numbered 0 to 1"),
         (["table", TEXT, "--format", "xml"], "xml"),
-        (["attended", TEXT, "--word", "playin"], "playing"),
-        (["attended", TEXT, "--word", "green", "--nth", "1"], "nth"),
-        (["attended", TEXT, "--word", "green", "--top", "0"], "top"),
-        (["attended", TEXT], "--word"),
+        (["words", TEXT, "--word", "playin"], "playing"),
+        (["words", TEXT, "--word", "green", "--nth", "1"], "nth"),
+        (["words", TEXT, "--word", "green", "--top", "0"], "top"),
+        (["words", TEXT, "--how", "median"], "'mean', 'max' or 'rollout'"),
+        (["words", TEXT, "--weigh", "length"], "'weight' or 'value'"),
+        (["words", TEXT, "--format", "parquet"], "name a file with --out"),
+        (["walk", TEXT], "--word"),
+        (["walk", TEXT, "--word", "green", "--layer", "3", "--head", "0"], "numbered 0 to 2"),
+        (["walk", TEXT, "--word", "gren", "--layer", "0", "--head", "0"], "near ones: green"),
     ],
 )
 def test_bad_input_leaves_with_2_and_one_message(
@@ -384,7 +423,7 @@ def test_a_reader_that_leaves_early_gets_no_traceback(model: str) -> None:
     process = start("table", LONG, "--model", model, "--format", "csv")
     assert process.stdout is not None
     assert process.stderr is not None
-    assert process.stdout.readline().startswith("layer,head,")
+    assert process.stdout.readline().startswith("text,layer,head,")
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 141

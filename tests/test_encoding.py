@@ -47,7 +47,7 @@ def test_an_encoder_decoder_is_refused_by_name():
 def test_ids_in_any_form(gpt2, ids):
     cap = ap.capture(gpt2(), ids)
     assert cap.input_ids.tolist() == [[3, 4, 5]]
-    assert cap.tokens == (("3", "4", "5"),)
+    assert cap.words_of(0).tokens == ("3", "4", "5")
     assert (len(cap), cap.texts, cap.layers) == (1, (None,), 3)
 
 

@@ -1,0 +1,183 @@
+"""Which words a word looks at, and which look at it: `attended` and `attended_by`."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Literal
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from attnprobe.errors import InputError
+from attnprobe.projections import value_norms
+from attnprobe.recompute import Attention, Which, chosen, to_words
+from attnprobe.records import Capture
+from attnprobe.words import Words
+
+How = Literal["mean", "max", "rollout"]
+Weigh = Literal["weight", "value"]
+
+
+def attended(
+    cap: Capture,
+    word: str | int,
+    *,
+    top: int = 5,
+    layer: Which = None,
+    head: Which = None,
+    how: How = "mean",
+    weigh: Weigh = "weight",
+    skip_first: bool = False,
+    nth: int = 0,
+    text: int = 0,
+) -> pd.DataFrame:
+    """Which words a word looks at, strongest first: itself, past ones, and, where the model is not
+    causal, later ones.
+
+    Args:
+        cap: what `capture` returned.
+        word: a word of the text, or its position among the words, from 0.
+        top: how many rows.
+        layer: from 0; one, several, or None for all.
+        head: from 0; one, several, or None for all.
+        how: over layers and heads, "mean", "max", or "rollout" (Abnar & Zuidema 2020, *Quantifying
+            Attention Flow in Transformers*): the product over layers, from the first to the last
+            chosen one, of ½·(mean over heads) + ½·identity.
+        weigh: "weight", or "value": each weight times ‖v·W_O‖, the length of what it brings, as
+            shares that sum to 1 (Kobayashi, Kuribayashi, Yokoi & Inui 2020, *Attention is Not Only
+            a Weight*). A large weight on a tiny value moves nothing.
+        skip_first: leave out the first token's word, which soaks up attention in GPT-2, and divide
+            by what is left. The column is then called `weight_without_first`.
+        nth: which occurrence of a word that the text holds several times, from 0.
+        text: which text of a batch.
+
+    Returns:
+        Columns query_pos, query, key_pos, key, and weight, value_share or weight_without_first;
+        positions count words.
+
+    Raises:
+        InputError: the word is not in the text (the message lists near ones); an option out of its
+            range; "value" of a model whose W_O is not known.
+    """
+    words = cap.words_of(text)
+    at = position(words, word, nth)
+    matrix = _combined(cap, layer, head, how, weigh, text)  # (N, N)
+    row = matrix[at]
+    name = "weight" if weigh == "weight" else "value_share"
+    if skip_first:
+        row = row.clone()
+        row[words.word_of[0]] = 0.0
+        row = row / row.sum().clamp(min=torch.finfo(row.dtype).tiny)
+        name = f"{name}_without_first"
+    seen = range(at + 1) if cap.causal else range(len(words.words))
+    keys = [key for key in seen if not (skip_first and key == words.word_of[0])]
+    return _strongest(words, [at] * len(keys), keys, row[keys], name, top)
+
+
+def attended_by(
+    cap: Capture,
+    word: str | int,
+    *,
+    top: int = 5,
+    layer: Which = None,
+    head: Which = None,
+    how: How = "mean",
+    weigh: Weigh = "weight",
+    nth: int = 0,
+    text: int = 0,
+) -> pd.DataFrame:
+    """Which words look at a word, strongest first: itself and later ones; as `attended` otherwise.
+
+    Weights are those of each looking word's own row, so they need not sum to 1.
+    """
+    words = cap.words_of(text)
+    at = position(words, word, nth)
+    column = _combined(cap, layer, head, how, weigh, text)[:, at]
+    name = "weight" if weigh == "weight" else "value_share"
+    seeing = range(at, len(words.words)) if cap.causal else range(len(words.words))
+    return _strongest(words, list(seeing), [at] * len(seeing), column[list(seeing)], name, top)
+
+
+def position(words: Words, word: str | int, nth: int = 0) -> int:
+    """A word's position among the words of its text.
+
+    Raises:
+        InputError: it is not there (the message lists near ones), or not nth times.
+    """
+    read = [one.text for one in words.words]
+    if isinstance(word, int):
+        return chosen(word, len(read), "word")[0]
+    found = [at for at, one in enumerate(read) if one == word.strip()]
+    if not found:
+        near = difflib.get_close_matches(word.strip(), dict.fromkeys(read), n=5, cutoff=0.5)
+        hint = f"near ones: {', '.join(near)}" if near else f"its words: {' | '.join(read[:20])}"
+        raise InputError(f"{word!r} is not a word of the text; {hint}")
+    if not 0 <= nth < len(found):
+        raise InputError(f"{word!r} occurs {len(found)} times; nth counts from 0, got {nth}")
+    return found[nth]
+
+
+def _combined(cap: Capture, layer: Which, head: Which, how: How, weigh: Weigh, text: int) -> Tensor:
+    """One matrix over words, (N, N), from those of the chosen layers and heads."""
+    if how not in ("mean", "max", "rollout"):
+        raise InputError(f"how must be 'mean', 'max' or 'rollout', got {how!r}")
+    if weigh not in ("weight", "value"):
+        raise InputError(f"weigh must be 'weight' or 'value', got {weigh!r}")
+    words = cap.words_of(text)
+    layers = chosen(layer, cap.layers, "layer")
+    heads = chosen(head, cap.calls[0].heads, "head")
+    if how == "rollout":
+        if head is not None or weigh == "value":
+            raise InputError("rollout mixes the weights of all heads: leave out head and weigh")
+        return to_words(_rollout(cap, max(layers), heads, text), words)
+    total: Tensor | None = None
+    for one in layers:
+        by_head = to_words(_weighed(cap, one, heads, weigh, text), words)  # (h, N, N)
+        layers_own = by_head.amax(0) if how == "max" else by_head.mean(0) / len(layers)
+        if total is None:
+            total = layers_own
+        else:
+            total = torch.maximum(total, layers_own) if how == "max" else total + layers_own
+    assert total is not None
+    return total
+
+
+def _weighed(cap: Capture, layer: int, heads: list[int], weigh: Weigh, text: int) -> Tensor:
+    """The weights of some heads, or the shares of what they bring, (h, T, T)."""
+    attention = Attention.of(cap, layer, heads, text)
+    if weigh == "weight":
+        return attention.weights
+    norms = value_norms(cap.call(layer), heads, attention.value)  # (h, T)
+    if isinstance(norms, str):
+        raise InputError(f"weigh='value' needs W_O, but {norms}; use weigh='weight'")
+    lengths = attention.weights * norms[:, None]  # (h, T, T)
+    return lengths / lengths.sum(-1, keepdim=True).clamp(min=torch.finfo(lengths.dtype).tiny)
+
+
+def _rollout(cap: Capture, last: int, heads: list[int], text: int) -> Tensor:
+    flow: Tensor | None = None
+    for layer in range(last + 1):
+        mean = Attention.of(cap, layer, heads, text).weights.mean(0)  # (T, T)
+        step = (mean + torch.eye(len(mean), dtype=mean.dtype, device=mean.device)) / 2
+        flow = step if flow is None else step @ flow
+    assert flow is not None
+    return flow
+
+
+def _strongest(
+    words: Words, queries: list[int], keys: list[int], weight: Tensor, name: str, top: int
+) -> pd.DataFrame:
+    if top < 1:
+        raise InputError(f"top must be at least 1, got {top}")
+    read = [one.label for one in words.words]
+    frame = pd.DataFrame(
+        {
+            "query_pos": queries,
+            "query": [read[at] for at in queries],
+            "key_pos": keys,
+            "key": [read[at] for at in keys],
+            name: weight.cpu().numpy(),
+        }
+    )
+    return frame.nlargest(top, name).reset_index(drop=True)

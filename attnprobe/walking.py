@@ -1,0 +1,199 @@
+"""The formula for one word, step by step, with the numbers that a real model computed."""
+
+from __future__ import annotations
+
+import html
+import math
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from attnprobe.errors import InputError
+from attnprobe.formula import arithmetic, softmax, tiles
+from attnprobe.looking import position
+from attnprobe.projections import source
+from attnprobe.recompute import Attention, chosen
+from attnprobe.records import AttentionCall, Capture
+
+
+@dataclass(frozen=True, eq=False)
+class Walkthrough:
+    """softmax(q·Kᵀ/√d_k + M)·V for one query token in one head of one layer.
+
+    Attributes:
+        title: what is walked through.
+        sizes: a row for X, Q, K, V and the head's output: name, shape, axes, and the source.
+        steps: a row a key token: key_pos, key; score_raw = q·k and what it is made of, query_norm
+            |q|, key_norm |k| and cosine (|q|·|k|·cos θ = q·k); score = q·k·scaling; mask, 0 or
+            -inf; masked_score = score + mask; weight; value_norm |v|; weighted_norm = weight·|v|;
+            share: the part of the head's output o that the key's weight·v makes along o, which
+            sums to 1.
+        totals: a row a quantity: name, value: the sums of the weights and shares, |o|, the
+            largest difference between o and the model's own head output, the bound on it, and the
+            row's entropy in nats with and without the scaling.
+        output: o, computed from the steps, (Dv,) float64.
+        output_model: the model's own head output, (Dv,) float64.
+    """
+
+    title: str
+    sizes: pd.DataFrame
+    steps: pd.DataFrame
+    totals: pd.DataFrame
+    output: Tensor
+    output_model: Tensor
+
+    def __repr__(self) -> str:
+        sizes, steps, totals = (
+            frame.to_string(index=False, float_format="{:.4g}".format) for _, frame in self._parts()
+        )
+        (first, _), (second, _), (third, _) = self._parts()
+        return f"{self.title}\n\n{first}\n{sizes}\n\n{second}\n{steps}\n\n{third}\n{totals}"
+
+    def _repr_html_(self) -> str:
+        with pd.option_context("display.max_colwidth", None):
+            parts = "".join(
+                f"<h4>{html.escape(title)}</h4>"
+                + frame.to_html(index=False, border=0, float_format="{:.4g}".format)
+                for title, frame in self._parts()
+            )
+        return f"<h3>{html.escape(self.title)}</h3>{parts}"
+
+    def _parts(self) -> list[tuple[str, pd.DataFrame]]:
+        return [
+            ("1. From X to Q, K and V", self.sizes),
+            (
+                "2. q·k = |q|·|k|·cos θ, times the scaling, plus M, softmax, times the values",
+                self.steps,
+            ),
+            ("3. The sums, and the model's own output", self.totals),
+        ]
+
+
+def walkthrough(
+    cap: Capture, word: str | int, layer: int, head: int, *, nth: int = 0, text: int = 0
+) -> Walkthrough:
+    """Walk through the formula for one word in one head.
+
+    Args:
+        cap: what `capture` returned.
+        word: a word of the text, or its position among the words, from 0. Of a word of several
+            tokens it is the last one's query: the first to have seen the whole word.
+        layer: from 0.
+        head: from 0.
+        nth: which occurrence of a word that the text holds several times, from 0.
+        text: which text of a batch.
+
+    Raises:
+        InputError: layer, head or text out of range; a word that is not in the text; a term or a
+            mask that the formula does not hold.
+    """
+    words = cap.words_of(text)
+    call = cap.call(layer)
+    chosen(head, call.heads, "head")
+    if call.terms:
+        raise InputError(f"the formula here has no {', '.join(call.terms)}")
+    at = words.words[position(words, word, nth)].tokens[-1]
+    attention = Attention.of(cap, layer, [head], text)
+    query, key, value = attention.query[0, at], attention.key[0], attention.value[0]  # (D,), (T, D)
+    raw = key @ query  # (T,)
+    score = raw * attention.scaling
+    mask = torch.zeros_like(score).masked_fill(~attention.allowed[at], -torch.inf)
+    weight = softmax(score + mask)
+    brought = weight[:, None] * value  # (T, Dv)
+    output = brought.sum(0)
+    steps = pd.DataFrame(
+        {
+            "key_pos": range(len(key)),
+            "key": words.tokens,
+            "score_raw": raw,
+            "query_norm": query.norm().expand(len(key)),
+            "key_norm": key.norm(dim=-1),
+            "cosine": raw / (query.norm() * key.norm(dim=-1)),
+            "score": score,
+            "mask": mask,
+            "masked_score": score + mask,
+            "weight": weight,
+            "value_norm": value.norm(dim=-1),
+            "weighted_norm": brought.norm(dim=-1),
+            "share": brought @ output / output.square().sum(),
+        }
+    )
+    assert call.head_output_model is not None
+    place = cap.positions(text)[at]
+    output_model = call.head_output_model[text, place, head].double()
+    error = (output - output_model).abs().max().item()
+    totals = {
+        "sum of the weights": weight.sum().item(),
+        "sum of the shares": steps["share"].sum(),
+        "|o|, the size of the head's output": output.norm().item(),
+        "largest |o - the model's own head output|": error,
+        "bound on that difference": _bound(call, text, head, int(place)),
+        f"entropy of the weights with the scaling {attention.scaling:.4g} (nats)": _entropy(weight),
+        "entropy without it (nats)": _entropy(softmax(raw + mask)),
+        f"the most it can be, ln {int(attention.allowed[at].sum())} (nats)": math.log(
+            int(attention.allowed[at].sum())
+        ),
+    }
+    return Walkthrough(
+        title=(
+            f"softmax(QKᵀ/√d_k + M)V for {words.tokens[at]!r} (token {at}) in layer {layer}, "
+            f"head {head}: the word {words.words[words.word_of[at]].text!r}"
+        ),
+        sizes=_sizes(call, head),
+        steps=steps,
+        totals=pd.DataFrame({"name": list(totals), "value": list(totals.values())}),
+        output=output,
+        output_model=output_model,
+    )
+
+
+def _sizes(call: AttentionCall, head: int) -> pd.DataFrame:
+    """The tensors of the whole layer: their shapes and where they come from."""
+    by_head = "texts × heads × tokens × head size"
+    rows: list[tuple[str, Tensor | None, str, str]] = [
+        (
+            "X",
+            call.hidden_states,
+            "texts × tokens × embedding",
+            "what enters the layer's attention",
+        ),
+        ("Q", call.query, by_head, source(call, "query", head)),
+        ("K", call.key, by_head, source(call, "key", head)),
+        ("V", call.value, by_head, source(call, "value", head)),
+        (
+            "heads",
+            call.head_output_model,
+            "texts × tokens × heads × head size",
+            "weights · V, what the kernel returned",
+        ),
+    ]
+    return pd.DataFrame(
+        [
+            {"name": name, "shape": " × ".join(map(str, x.shape)), "axes": axes, "source": where}
+            for name, x, axes, where in rows
+            if x is not None
+        ]
+    )
+
+
+def _bound(call: AttentionCall, text: int, head: int, row: int) -> float:
+    """The bound of the `output` check at one row of one head: its largest over the components."""
+    assert call.expected_mask is not None
+    for tile in tiles(
+        call.query,
+        call.key,
+        call.value,
+        call.expected_mask,
+        call.expected_scaling,
+        rounding=arithmetic(call.dtype, call.kernel),
+    ):
+        if tile.start <= row < tile.stop:
+            assert tile.output_bound is not None
+            return float(tile.output_bound[text, head, row - tile.start].max())
+    raise AssertionError(row)
+
+
+def _entropy(weight: Tensor) -> float:
+    return float(-torch.special.xlogy(weight, weight).sum())
