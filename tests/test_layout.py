@@ -13,6 +13,8 @@ ORDER = [
     "masks",
     "formula",
     "records",
+    "spans",
+    "words",
     "facts",
     "hub",
     "models",
