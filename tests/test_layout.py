@@ -13,6 +13,8 @@ ORDER = [
     "masks",
     "formula",
     "records",
+    "spans",
+    "words",
     "facts",
     "hub",
     "models",
@@ -22,7 +24,9 @@ ORDER = [
     "report",
     "verification",
     "recompute",
+    "looking",
     "tables",
+    "walking",
     "printing",
     "cli",
 ]
