@@ -75,7 +75,7 @@ def page(title: str, body: str) -> str:
 <meta charset="utf-8">
 <title>{html.escape(title)}</title>
 <style>
-body {{ font: 15px/1.5 sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; }}
+body {{ font: 15px/1.5 sans-serif; margin: 2em auto; max-width: 95em; padding: 0 1em; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
 th, td {{ border-bottom: 1px solid #ccc; padding: 0.2em 0.8em; text-align: left; }}
 </style>

@@ -188,17 +188,19 @@ def told_apart(labels: Sequence[str]) -> list[str]:
     return result
 
 
-def styled(frame: pd.DataFrame) -> Styler:
+def styled(frame: pd.DataFrame, *, digits: str = ".3f") -> Styler:
     """A frame with its weights as a heat map: the number in the cell, and behind it its colour.
 
     Takes what `table`, `attended`, `attended_by` and a walkthrough's `steps` give; colours every
     column that holds weights or shares, or the whole of a `wide` table. The colour is laid over the
-    notebook's own background, light or dark, and the text keeps the notebook's own colour.
+    notebook's own background, light or dark, and the text keeps the notebook's own colour. `digits`
+    is how Python formats each number.
     """
     shown = [name for name in frame.columns if name in WEIGHTS]
     if frame.index.name == "query":  # a wide table: weights all over
         shown = list(frame.columns)
-    styler = frame.style.format(precision=3, escape="html")
+    numbers = frame.select_dtypes("float").columns
+    styler = frame.style.format(escape="html").format(f"{{:{digits}}}", subset=numbers)
     styler = styler.format_index(escape="html", axis="index")
     styler = styler.format_index(escape="html", axis="columns")
     return styler.map(_shade, subset=pd.Index(shown))

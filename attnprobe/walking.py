@@ -16,6 +16,7 @@ from attnprobe.looking import position
 from attnprobe.projections import source
 from attnprobe.recompute import Attention, chosen
 from attnprobe.records import AttentionCall, Capture
+from attnprobe.tables import styled
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +53,10 @@ class Walkthrough:
         return f"{self.title}\n\n{first}\n{sizes}\n\n{second}\n{steps}\n\n{third}\n{totals}"
 
     def _repr_html_(self) -> str:
-        with pd.option_context("display.max_colwidth", None):
-            parts = "".join(
-                f"<h4>{html.escape(title)}</h4>"
-                + frame.to_html(index=False, border=0, float_format="{:.4g}".format)
-                for title, frame in self._parts()
-            )
+        parts = "".join(
+            f"<h4>{html.escape(title)}</h4>{styled(frame, digits='.4g').hide().to_html()}"
+            for title, frame in self._parts()
+        )
         return f"<h3>{html.escape(self.title)}</h3>{parts}"
 
     def _parts(self) -> list[tuple[str, pd.DataFrame]]:
