@@ -131,8 +131,9 @@ def _by_offsets(
     else:
         return None
     offsets = _bytes_apart(text, encoded["offset_mapping"], tokens.names)
+    unk = tokenizer.unk_token_id
     unknown = tuple(
-        id_ == tokenizer.unk_token_id and text[start:stop].strip() not in ("", name)
+        id_ == unk and start < stop and text[start:stop].strip() != name
         for id_, (start, stop), name in zip(ids, offsets, tokens.names, strict=True)
     )
     special = tuple(a and not b for a, b in zip(tokens.special, unknown, strict=True))
@@ -143,20 +144,22 @@ def _by_offsets(
 def _mended(offsets: list[Span], tokens: Spans) -> tuple[Span, ...]:
     """Offsets in order, with tokens of spaces where the spaces are.
 
-    The `▁` that SentencePiece puts before a text is given the first letter for a place: it has
+    The `▁` that SentencePiece puts before a text shares the place of the first letter: it has
     none. Byte-level BPE with `trim_offsets` takes a token of one space for empty: it has the space.
     """
     text = tokens.text
     places = []
     reached = floor = 0
-    for (start, stop), name, special in zip(offsets, tokens.names, tokens.special, strict=True):
+    for at, (start, stop) in enumerate(offsets):
+        name, special = tokens.names[at], tokens.special[at]
+        after = offsets[at + 1] if at + 1 < len(offsets) else (stop, stop)
         start = max(start, floor)
         stop = max(start, stop)
         blank = not special and not name.strip(SPACE_MARKS + " ")
         if start == stop:
             gap = text[reached:start]
             start, stop = (reached, start) if blank and gap.isspace() else (reached, reached)
-        elif blank and start >= reached and text[start:stop].strip(SPACE_MARKS + " ").strip():
+        elif blank and start >= reached and after[0] < min(stop, after[1]):
             stop = start
         places.append((start, stop))
         reached = max(reached, stop)
@@ -196,51 +199,60 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], tokens: Spa
 
 def _pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], tokens: Spans) -> list[bytes]:
     """What each token adds to the text, in UTF-8."""
-    added = tokenizer.added_tokens_decoder
-    bytes_of = _byte_alphabet(tokenizer)
-    lone: dict[int, str] = {}
-    pairs: dict[Span, bytes] = {}
-
-    def decode(id_: int) -> str:
-        if id_ not in lone:
-            lone[id_] = tokenizer.decode([id_], clean_up_tokenization_spaces=False)
-        return lone[id_]
-
-    def piece(before: int, id_: int, name: str) -> bytes:
-        if bytes_of and id_ not in added and bytes_of.keys() >= set(name):
-            return bytes(bytes_of[sign] for sign in name)
-        byte = _BYTE.fullmatch(name)
-        if byte and decode(id_) != name:
-            return bytes.fromhex(byte[1])
-        # The token before it settles whether a space stands between them, and what `##` means.
-        pair = tokenizer.decode([before, id_], clean_up_tokenization_spaces=False)
-        start = decode(before)
-        return (pair[len(start) :] if pair.startswith(start) else decode(id_)).encode()
-
+    decoder = _Decoder(tokenizer)
     pieces = []
-    before = None
+    before: int | None = None
     for id_, name in zip(ids, tokens.names, strict=True):
         if name == f"<id {id_}>":
             pieces.append(name.encode())
-            continue
-        pair_key = (id_ if before is None else before, id_)
-        if pair_key not in pairs:
-            pairs[pair_key] = piece(*pair_key, name)
-        pieces.append(pairs[pair_key].lstrip(b" ") if before is None else pairs[pair_key])
-        before = id_
+        else:
+            pieces.append(decoder.piece(before, id_, name))
+            before = id_
     return pieces
 
 
-def _byte_alphabet(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """What byte-level BPE writes for each byte; empty for other tokenizers."""
-    if getattr(tokenizer, "is_fast", False):
-        return _BYTE_OF if "ByteLevel(" in str(tokenizer.backend_tokenizer.decoder) else {}
-    return getattr(tokenizer, "byte_decoder", {})
+class _Decoder:
+    """Decodes token by token, each pair of tokens once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.added = tokenizer.added_tokens_decoder
+        # The decode of slow SentencePiece tokenizers drops spaces, and shows bytes as written.
+        self.sentencepiece = hasattr(tokenizer, "sp_model")
+        self.byte_of: dict[str, int] = getattr(tokenizer, "byte_decoder", {})
+        if getattr(tokenizer, "is_fast", False):
+            byte_level = "ByteLevel(" in str(tokenizer.backend_tokenizer.decoder)
+            self.byte_of = _BYTE_OF if byte_level else {}
+        self.decoded: dict[tuple[int, ...], str] = {}
+
+    def piece(self, before: int | None, id_: int, name: str) -> bytes:
+        """What a token adds after the one before it; None before the first."""
+        byte = _BYTE.fullmatch(name)
+        own = id_ not in self.added
+        if own and self.byte_of and self.byte_of.keys() >= set(name):
+            return bytes(self.byte_of[sign] for sign in name)
+        if byte and (self.sentencepiece or self.decode(id_) != name):
+            return bytes.fromhex(byte[1])
+        if len(name) == 1 and name < "\u0100" and self.decode(id_) in ("", "\ufffd"):
+            return name.encode("latin-1")  # a byte by itself, as ByT5 writes it
+        if own and self.sentencepiece:
+            text = name.replace("▁", " ")
+        else:
+            # The token before settles whether a space stands between, and what `##` means.
+            first = id_ if before is None else before
+            alone, both = self.decode(first), self.decode(first, id_)
+            text = both[len(alone) :] if both.startswith(alone) else self.decode(id_)
+        return (text.lstrip(" ") if before is None else text).encode()
+
+    def decode(self, *ids: int) -> str:
+        """What the ids decode to by themselves."""
+        if ids not in self.decoded:
+            text = self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+            self.decoded[ids] = text
+        return self.decoded[ids]
 
 
-def _characters(
-    pieces: Sequence[bytes],
-) -> tuple[str, tuple[Span, ...], tuple[bool, ...]]:
+def _characters(pieces: Sequence[bytes]) -> tuple[str, tuple[Span, ...], tuple[bool, ...]]:
     """The text of UTF-8 pieces, each piece's place in it, and which hold parts of characters."""
     text = []
     place_of: list[Span] = []  # of each byte: its character's

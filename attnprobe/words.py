@@ -38,7 +38,7 @@ from attnprobe.spans import SPACE_MARKS, Span, Spans, locate
 
 Kind = Literal["word", "space", "special"]
 
-# Each alternative ends at a boundary of UAX #29. The possessive runs and the look-behinds keep the
+# Each alternative ends where UAX #29 has a boundary. Possessive runs and look-behinds keep the
 # search linear in the text.
 _SEGMENT = regex.compile(
     r"""
@@ -46,7 +46,8 @@ _SEGMENT = regex.compile(
           [\p{L}\p{M}\p{N}\-._~:/?\#\[\]@!$&'()*+,;=%]* [\p{L}\p{M}\p{N}/\#=&~%+\-$*@_] \b
     | (?<![\w.+-]) [\w.+-]++ @ [\w-]++ (?: \. [\w-]++ )+ \b                     # an e-mail address
     | (?<!\w) (?: \p{L}\p{M}*+ \. ){2,} \b                                      # U.S.
-    | \s+
+    | [\s\x1c-\x1f]+
+    | \p{RI}{2} [\p{WB=Extend}\p{WB=Format}\p{WB=ZWJ}]*+   # a flag; \b would count all before it
     | .+? \b
     """,
     regex.VERBOSE | regex.DOTALL | regex.WORD,
@@ -83,7 +84,8 @@ class Word:
     """What stands before it in the text and belongs to no word: white space, dropped characters."""
     span: Span
     tokens: tuple[int, ...]
-    """Its tokens' positions in the text's own token list, from 0, without gaps."""
+    """Its tokens' positions in the text's own token list, from 0, without gaps. A token that is the
+    one space before the word is among them."""
     kind: Kind
 
 
@@ -105,7 +107,7 @@ class Words:
     word_of: tuple[int, ...]
     """Each token's word, as an index of `words`."""
     tail: str
-    """What stands after the last word: white space without a token of its own."""
+    """What stands after the last word: white space or dropped characters, without tokens."""
 
 
 def read(
@@ -137,7 +139,7 @@ def read(
     placed = locate(tokenizer, ids, text)
     trimmed = [_trimmed(placed.text, place) for place in placed.places]
     words = _words(placed, trimmed)
-    end = max((word.span[1] for word in words), default=0)
+    end = max((word.span[1] for word in words if word.span[0] < word.span[1]), default=0)
     return Words(
         text=placed.text,
         tokens=tuple(_token(placed, at, place) for at, place in enumerate(trimmed)),
@@ -226,7 +228,7 @@ def _words(placed: Spans, places: list[Span]) -> tuple[Word, ...]:
     words = []
     end = 0
     groups = _groups(placed, places, segments)
-    _give_spaces(groups, placed)
+    _give_spaces(groups, placed.text, places)
     for group in groups:
         if not group.tokens:
             continue
@@ -239,9 +241,10 @@ def _words(placed: Spans, places: list[Span]) -> tuple[Word, ...]:
         if group.kind == "special" and not text:
             text = shown
         label = visible(text) or shown
-        space = placed.text[end:start] if start < stop else ""
+        space = ""
+        if start < stop:
+            space, end = placed.text[end:start], stop
         words.append(Word(text, label, space, (start, stop), tuple(group.tokens), group.kind))
-        end = max(end, stop)
     return tuple(words)
 
 
@@ -273,7 +276,7 @@ def _groups(placed: Spans, places: list[Span], segments: list[Span]) -> list[_Gr
     return groups
 
 
-def _give_spaces(groups: list[_Group], placed: Spans) -> None:
+def _give_spaces(groups: list[_Group], text: str, places: list[Span]) -> None:
     """Move a token that is the one space before a word to that word.
 
     Most tokens hold the space before them, and where the vocabulary lacks such a one, the space
@@ -281,9 +284,8 @@ def _give_spaces(groups: list[_Group], placed: Spans) -> None:
     """
     for group, after in pairwise(groups):
         if group.kind == "space" and after.kind == "word":
-            start, stop = placed.places[group.tokens[-1]]
-            adjacent = placed.places[after.tokens[0]][0] == stop
-            if adjacent and placed.text[start:stop] in ("", " "):
+            start, stop = places[group.tokens[-1]]
+            if places[after.tokens[0]][0] == stop and text[start:stop] in ("", " "):
                 after.tokens.insert(0, group.tokens.pop())
 
 
