@@ -259,10 +259,6 @@ def _capture(
     from attnprobe.hooks import capture
     from attnprobe.models import load
 
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # what Python makes of bytes in an argument that are not UTF-8
-        raise InputError(f"the text is not valid UTF-8: {text!a}") from None
     lm = load(model, revision=revision, dtype=dtype, attn=attn, device=device)
     return capture(lm, text)
 

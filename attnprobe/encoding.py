@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from attnprobe.errors import InputError
 from attnprobe.records import LanguageModel
+from attnprobe.spans import refuse_surrogates
 from attnprobe.words import Words, read
 
 
@@ -73,6 +74,7 @@ def _token_ids(lm: LanguageModel, text: Any) -> tuple[tuple[str | None, ...], li
         for number, one in enumerate(text):
             if not one:
                 raise InputError(f"text {number} is empty: there is nothing to attend to")
+            refuse_surrogates(one)
         return tuple(text), [list(lm.tokenizer(one)["input_ids"]) for one in text]
     if all(isinstance(one, int) for one in text):
         text = [text]

@@ -71,18 +71,28 @@ def locate(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str | N
     return decoded
 
 
+def refuse_surrogates(text: str) -> None:
+    """Refuse a text that is no Unicode, before a tokenizer fails on it in its own way.
+
+    Raises:
+        InputError: a lone surrogate.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the text holds a lone surrogate, U+{ord(error.object[error.start]):04X}, at "
+            f"character {error.start}: half of a UTF-16 pair, or bytes that are not UTF-8, which no "
+            "tokenizer can take. Decode the text anew, or replace it"
+        ) from None
+
+
 def _refuse(ids: Sequence[int], text: str | None) -> None:
     for id_ in ids:
         if not 0 <= id_ < 2**32:
             raise InputError(f"a token id is a whole number from 0, of 32 bits; got {id_}")
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"the text holds a lone surrogate, U+{ord(error.object[error.start]):04X}, at "
-            f"character {error.start}: half of a UTF-16 pair, which no tokenizer can take. Decode "
-            "the text anew, or replace it"
-        ) from None
+    if text is not None:
+        refuse_surrogates(text)
 
 
 def _without_places(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Spans:

@@ -253,7 +253,7 @@ def test_walk_prints_every_step_or_writes_a_page(model: str, tmp_path: Path) -> 
     [
         (["verify", ""], "empty"),
         (["verify", LONG + " o p"], "42 tokens; the model takes at most 40"),
-        (["verify", "caf\udce9"], "not valid UTF-8"),
+        (["verify", "caf\udce9"], "not UTF-8"),
         (["verify", "--checks", "output,smell"], "unknown check 'smell'"),
         (["verify", "--checks", ""], "unknown check"),
         (["verify", "--dtype", "float23"], "unknown dtype 'float23'"),

@@ -43,6 +43,11 @@ def test_an_encoder_decoder_is_refused_by_name():
         ap.capture(T5ForConditionalGeneration(config).eval(), [1, 2])
 
 
+def test_a_lone_surrogate_is_refused():
+    with pytest.raises(ap.InputError, match=r"lone surrogate, U\+DCE9, at character 3"):
+        ap.capture(ap.load("bundled"), "caf\udce9")
+
+
 @pytest.mark.parametrize("ids", [[3, 4, 5], [[3, 4, 5]], torch.tensor([3, 4, 5])])
 def test_ids_in_any_form(gpt2, ids):
     cap = ap.capture(gpt2(), ids)
