@@ -82,8 +82,8 @@ def refuse_surrogates(text: str) -> None:
     except UnicodeEncodeError as error:
         raise InputError(
             f"the text holds a lone surrogate, U+{ord(error.object[error.start]):04X}, at "
-            f"character {error.start}: half of a UTF-16 pair, or bytes that are not UTF-8, which no "
-            "tokenizer can take. Decode the text anew, or replace it"
+            f"character {error.start}: half of a UTF-16 pair, or a byte that is not UTF-8. No "
+            "tokenizer can take it: decode the text anew, or replace it"
         ) from None
 
 
