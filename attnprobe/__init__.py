@@ -4,8 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnprobe.capturing import capture
     from attnprobe.errors import AttnprobeError, InputError, ModelError, NonFiniteError
-    from attnprobe.hooks import capture, probe
+    from attnprobe.hooks import probe
     from attnprobe.looking import attended, attended_by
     from attnprobe.models import load
     from attnprobe.recompute import scores, weights
@@ -43,7 +44,8 @@ __all__ = [
 # No module may have the name of something in it: importing it would put it where that belongs.
 _HOMES = {
     "errors": ("AttnprobeError", "InputError", "ModelError", "NonFiniteError"),
-    "hooks": ("capture", "probe"),
+    "capturing": ("capture",),
+    "hooks": ("probe",),
     "models": ("load",),
     "records": ("AttentionCall", "Capture", "LanguageModel"),
     "recompute": ("scores", "weights"),

@@ -256,7 +256,7 @@ def _checks(names: str | None) -> list[str] | None:
 def _capture(
     text: str, model: str, revision: str | None, dtype: str, attn: str | None, device: str
 ) -> Capture:
-    from attnprobe.hooks import capture
+    from attnprobe.capturing import capture
     from attnprobe.models import load
 
     lm = load(model, revision=revision, dtype=dtype, attn=attn, device=device)

@@ -11,21 +11,18 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from attnprobe import facts
-from attnprobe.encoding import encode
-from attnprobe.errors import InputError, ModelError, NonFiniteError
 from attnprobe.models import as_language_model
-from attnprobe.records import AttentionCall, Capture, LanguageModel
+from attnprobe.records import AttentionCall
 
 KernelOutput = tuple[Tensor, Tensor | None]
 Handler = Callable[[AttentionCall, Callable[[], KernelOutput]], KernelOutput]
@@ -93,61 +90,6 @@ def replaced(model: nn.Module, kernel: Callable[[AttentionCall], Tensor]) -> Ite
 
     with _intercept(_Interception(model, stand_in, replaces=True)):
         yield
-
-
-def capture(
-    lm: object,
-    text: str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]],
-    *,
-    padding_side: Literal["left", "right"] | None = None,
-) -> Capture:
-    """Run a model once and keep each attention call's query, key, value and output.
-
-    Args:
-        lm: what `load` returns, a (model, tokenizer) pair, or a bare model with token ids.
-        text: one text, several (a padded batch), or token ids.
-        padding_side: where a batch is filled up; the tokenizer's own side by default. Positions
-            are counted from each text's first token, so the side changes no number but rounding.
-
-    Returns:
-        A `Capture`. It holds no (T, S) tensor, unless the model's own kernel returned its weights
-        (eager), which are kept as `weights_model`.
-
-    Raises:
-        InputError: no text, an empty one, or one longer than the model's positions; ids outside
-            the vocabulary; a model in train mode with dropout.
-        ModelError: no attention call was seen.
-        NonFiniteError: NaN or infinity in the weights or in what was computed.
-    """
-    lm = as_language_model(lm)
-    model = lm.model
-    _refuse_dropout(model)
-    batch = encode(lm, text, padding_side)
-    with torch.no_grad(), probe(model) as calls:
-        outputs = model(**batch.inputs)
-    if not calls:
-        raise ModelError(
-            f"{type(model).__name__} computed no softmax attention that attnprobe can see: it "
-            "has none, or it does not ask transformers' attention interface for it"
-        )
-    cap = Capture(
-        lm=lm,
-        texts=batch.texts,
-        input_ids=batch.inputs["input_ids"],
-        padding=batch.padding,
-        words=batch.words,
-        calls=tuple(calls),
-        output=output_of(outputs).detach(),
-        inputs=batch.inputs,
-    )
-    _refuse_nonfinite(cap)
-    return cap
-
-
-def output_of(outputs: Any) -> Tensor:
-    """A forward's logits, or its last hidden state where it has no language-model head."""
-    output: Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
-    return output
 
 
 @dataclass(eq=False)
@@ -315,44 +257,3 @@ def _asks_for_kernel(forward: Callable[..., Any]) -> bool:
     """Whether a module's forward asks for an attention kernel: its code names the registry."""
     code = getattr(forward, "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-
-
-def _refuse_dropout(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        rate = module.p if isinstance(module, nn.Dropout) else 0.0
-        rate = rate or getattr(module, "attention_dropout", 0.0)
-        if module.training and isinstance(rate, float) and rate > 0:
-            raise InputError(
-                f"the model is in train mode with dropout {rate} at {name}: its attention would "
-                "be random. Call model.eval() first"
-            )
-
-
-def _refuse_nonfinite(cap: Capture) -> None:
-    """Refuse NaN and infinity, in tokens' rows of what was computed; name the first bad weight."""
-    rows = cap.padding
-    for call in cap.calls:
-        by_row = {"query": call.query, "head output": call.head_output_model}
-        for what, tensor in by_row.items():
-            if tensor is None or torch.isfinite(tensor).all():
-                continue
-            by_token = tensor.transpose(1, 2) if what == "query" else tensor
-            if by_token.shape[:2] != rows.shape or not torch.isfinite(by_token[rows]).all():
-                raise _nonfinite(cap.lm, f"layer {call.layer}: the {what}", call.dtype)
-    if not torch.isfinite(cap.output[rows]).all():
-        raise _nonfinite(cap.lm, "the model's output", cap.output.dtype)
-
-
-def _nonfinite(lm: LanguageModel | None, where: str, dtype: torch.dtype) -> NonFiniteError:
-    assert lm is not None
-    for name, parameter in lm.model.named_parameters():
-        bad = int((~torch.isfinite(parameter)).sum())
-        if bad:
-            return NonFiniteError(
-                f"{where} holds NaN or infinity, and so does the weight {name}: {bad} of "
-                f"{parameter.numel()} numbers, the first such weight in the model"
-            )
-    return NonFiniteError(
-        f"{where} holds NaN or infinity though every weight is finite: the computation overflows "
-        f"in {str(dtype).removeprefix('torch.')}. Load the model with dtype float32 or bfloat16"
-    )

@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.gpt2 import modeling_gpt2
 
-from attnprobe.hooks import capture
+from attnprobe.capturing import capture
 from attnprobe.report import VerificationReport
 from attnprobe.verification import verify
 
