@@ -78,13 +78,13 @@ def chosen(which: Which, count: int, what: str) -> list[int]:
     Raises:
         InputError: one of them is out of range, or there is none.
     """
-    numbers = list(range(count)) if which is None else [which] if isinstance(which, int) else which
-    if not numbers:
-        raise InputError(f"expected a {what}, a list of them, or None for all; got an empty list")
+    numbers = range(count) if which is None else [which] if isinstance(which, int) else which
+    if isinstance(numbers, str) or not isinstance(numbers, Sequence) or not numbers:
+        raise InputError(f"expected a {what}, a list of them, or None for all; got {which!r}")
     for number in numbers:
-        if not isinstance(number, int) or not 0 <= number < count:
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
             raise InputError(
-                f"{what} {number} is out of range: there are {count}, numbered 0 to {count - 1}"
+                f"{what} {number!r} is out of range: there are {count}, numbered 0 to {count - 1}"
             )
     return list(numbers)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnprobe.errors import InputError
-from attnprobe.formula import arithmetic, softmax, tiles
+from attnprobe.formula import softmax, tiles
 from attnprobe.looking import position
 from attnprobe.projections import source
 from attnprobe.recompute import Attention, chosen
@@ -186,7 +186,7 @@ def _bound(call: AttentionCall, text: int, head: int, row: int) -> float:
         call.value,
         call.expected_mask,
         call.expected_scaling,
-        rounding=arithmetic(call.dtype, call.kernel),
+        rounding=call.rounding,
     ):
         if tile.start <= row < tile.stop:
             assert tile.output_bound is not None

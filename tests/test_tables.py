@@ -192,7 +192,7 @@ def test_an_unknown_by_is_refused(gpt2, call):
 
 
 def test_an_empty_list_of_heads_is_refused(gpt2):
-    with pytest.raises(ap.InputError, match="got an empty list"):
+    with pytest.raises(ap.InputError, match=r"a list of them, or None for all; got \[\]"):
         ap.table(ap.capture(gpt2(), TEXTS), 0, [])
 
 
