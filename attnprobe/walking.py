@@ -10,7 +10,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from attnprobe.errors import InputError
 from attnprobe.formula import softmax, tiles
 from attnprobe.looking import position
 from attnprobe.projections import source
@@ -91,8 +90,6 @@ def walkthrough(
     words = cap.words_of(text)
     call = cap.call(layer)
     chosen(head, call.heads, "head")
-    if call.terms:
-        raise InputError(f"the formula here has no {', '.join(call.terms)}")
     at = words.words[position(words, word, nth)].tokens[-1]
     attention = Attention.of(cap, layer, [head], text)
     query, key, value = attention.query[0, at], attention.key[0], attention.value[0]  # (D,), (T, D)
