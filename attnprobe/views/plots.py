@@ -52,8 +52,8 @@ def heatmap(
         text: which text of a batch.
         vmax: the weight at the dark end of the scale; None for the largest one shown. In a causal
             model that is 1, for the first word sees itself only.
-        ax: matplotlib's Axes to draw in; None for a new figure of pyplot's, large enough for the
-            labels.
+        ax: matplotlib's Axes to draw in, best of a figure whose `layout="constrained"` makes room
+            for labels; None for a new figure of pyplot's, large enough for them.
 
     Returns:
         The Axes drawn in: `heatmap(…).figure.savefig("head.svg")` saves it, or as `.png`, `.pdf`.
