@@ -19,7 +19,11 @@ from matplotlib.patches import Rectangle
 
 # From nearly white to a dark violet in even steps of lightness, so that it holds for the
 # colour-blind and in grey. What magma has beyond that is too dark to tell apart.
-COLOURS = ListedColormap(colormaps["magma_r"](np.linspace(0.0, 0.85, 256)), name="weights")
+COLOURS = ListedColormap(
+    colormaps["magma_r"](np.linspace(0.0, 0.85, 256)),
+    name="weights",
+    bad=(1.0, 1.0, 1.0, 0.0),  # masked: transparent, and not black where a PDF viewer blurs it
+)
 
 LARGEST, SMALLEST = 10.0, 5.0  # label, in points
 GAP, SCALE = 0.12, 4.0  # between the panels of a grid, and the longest scale, in inches
