@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from attnprobe.report import VerificationReport
     from attnprobe.tables import styled, table
     from attnprobe.verification import verify
+    from attnprobe.views.plots import heatmap, heatmap_grid
     from attnprobe.walking import Walkthrough, walkthrough
 
 __version__ = "0.1.0"
@@ -31,6 +32,8 @@ __all__ = [
     "attended",
     "attended_by",
     "capture",
+    "heatmap",
+    "heatmap_grid",
     "load",
     "probe",
     "scores",
@@ -53,6 +56,7 @@ _HOMES = {
     "looking": ("attended", "attended_by"),
     "tables": ("styled", "table"),
     "verification": ("verify",),
+    "views.plots": ("heatmap", "heatmap_grid"),
     "walking": ("Walkthrough", "walkthrough"),
 }
 
