@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,11 +81,12 @@ def chosen(which: Which, count: int, what: str) -> list[int]:
     """
     if which is None:
         which = range(count)
-    numbers = [which] if isinstance(which, Integral) else which
+    numbers = [which] if isinstance(which, int | np.integer) else which
     if isinstance(numbers, str) or not isinstance(numbers, Sequence) or not numbers:
         raise InputError(f"expected a {what}, a list of them, or None for all; got {which!r}")
     for number in numbers:
-        if not isinstance(number, Integral) or isinstance(number, bool) or not 0 <= number < count:
+        whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+        if not whole or not 0 <= number < count:
             raise InputError(
                 f"{what} {number!r} is out of range: there are {count}, numbered 0 to {count - 1}"
             )
