@@ -20,7 +20,7 @@ from attnprobe.projections import merged, projected
 from attnprobe.records import AttentionCall
 from attnprobe.report import Row
 
-NO_RULE = "the mask's rule is not known: it was not given as one row of 0 and 1 for each text"
+NO_RULE = "the mask came whole (4-D, or by layer type), so there are no facts to rebuild it from"
 
 _EMPTY = "{} in {} may round these scores so far that the output could be any of the values'"
 
@@ -238,6 +238,11 @@ def unheld(call: AttentionCall) -> str:
         if difference:
             return f"{_unknown_type(call)}: {difference}"
     return ""
+
+
+def difference(call: AttentionCall) -> str:
+    """Why the formula's weights would not be the model's own; empty where they are."""
+    return unheld(call) or _scaling_difference(call) or _mask_difference(call)
 
 
 def rows_left_out(call: AttentionCall) -> int:

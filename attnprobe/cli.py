@@ -52,6 +52,13 @@ class Format(StrEnum):
     TABLE = "table"
 
 
+_FORMATS = {
+    ".csv": Format.CSV,
+    ".json": Format.JSON,
+    ".parquet": Format.PARQUET,
+    ".txt": Format.TABLE,
+}
+
 Text = Annotated[str, typer.Argument(help="The text to run the model on.")]
 Model = Annotated[str, typer.Option(help="bundled, a folder, a .gguf file, or an id on the hub.")]
 Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16, float64 or auto.")]
@@ -62,7 +69,10 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, …")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 Layer = Annotated[int | None, typer.Option(help="Counted from 0; all if not given.")]
 Head = Annotated[int | None, typer.Option(help="Counted from 0; all if not given.")]
-FormatOption = Annotated[Format, typer.Option("--format", help="How to write the table.")]
+FormatOption = Annotated[
+    Format | None,
+    typer.Option("--format", help="How to write the table; else as the name in --out ends."),
+]
 Out = Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")]
 
 
@@ -122,7 +132,8 @@ def table(
     text: Text = SENTENCE,
     layer: Layer = None,
     head: Head = None,
-    format: FormatOption = Format.TABLE,
+    by_word: Annotated[bool, typer.Option("--by-word", help="By word, not by token.")] = False,
+    format: FormatOption = None,
     out: Out = None,
     model: Model = "bundled",
     dtype: Dtype = "float32",
@@ -132,11 +143,11 @@ def table(
 ) -> None:
     """Show score and weight of every query and each key that it may attend to."""
     with _exits():
-        _check_target(out, format=format)
+        format = _check_target(out, format=format)
         cap = _capture(text, model, revision, dtype, attn, device)
         from attnprobe.tables import table
 
-        _give(table(cap, layer, head), format, out)
+        _give(table(cap, layer, head, by="word" if by_word else "token"), format, out)
 
 
 @app.command()
@@ -155,7 +166,7 @@ def words(
     ] = "weight",
     skip_first: Annotated[bool, typer.Option(help="Leave out the first word's share.")] = False,
     reverse: Annotated[bool, typer.Option(help="Instead, the words that look at it.")] = False,
-    format: FormatOption = Format.TABLE,
+    format: FormatOption = None,
     out: Out = None,
     model: Model = "bundled",
     dtype: Dtype = "float32",
@@ -165,21 +176,21 @@ def words(
 ) -> None:
     """Show which past words a word looks at, strongest first: in one head, or over many."""
     with _exits():
-        _check_target(out, format=format)
+        if word is None and nth:
+            raise InputError("--nth goes with --word: it says which of the word's occurrences")
+        if reverse and skip_first:
+            raise InputError("--skip-first does not go with --reverse")
+        format = _check_target(out, format=format)
         cap = _capture(text, model, revision, dtype, attn, device)
-        import pandas as pd
+        from attnprobe.looking import attended, attended_by
 
-        from attnprobe.looking import attended, attended_by, position
-
-        read = cap.words_of(0)
-        chosen = range(len(read.words)) if word is None else [position(read, word, nth)]
-        options: dict[str, Any] = {"top": top, "layer": layer, "head": head}
+        options: dict[str, Any] = {"top": top, "layer": layer, "head": head, "nth": nth}
         options |= {"how": how, "weigh": weigh}
         if reverse:
-            frames = [attended_by(cap, one, **options) for one in chosen]
+            frame = attended_by(cap, word, **options)
         else:
-            frames = [attended(cap, one, skip_first=skip_first, **options) for one in chosen]
-        _give(pd.concat(frames), format, out)
+            frame = attended(cap, word, skip_first=skip_first, **options)
+        _give(frame, format, out)
 
 
 @app.command()
@@ -300,7 +311,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         yield show
 
 
-def _give(frame: pd.DataFrame, format: Format, out: Path | None) -> None:
+def _give(frame: pd.DataFrame, format: Format | None, out: Path | None) -> None:
     from attnprobe import printing
 
     content: str | bytes
@@ -309,7 +320,7 @@ def _give(frame: pd.DataFrame, format: Format, out: Path | None) -> None:
             content = printing.frame_csv(frame)
         case Format.JSON:
             content = printing.frame_json(frame)
-        case Format.TABLE:
+        case Format.TABLE | None:
             content = printing.frame_text(frame, _terminal_width() if out is None else None)
         case Format.PARQUET:
             content = printing.frame_parquet(frame)
@@ -325,15 +336,22 @@ def _terminal_width() -> int | None:
 
 def _check_target(
     out: Path | None, suffixes: tuple[str, ...] = (), format: Format | None = None
-) -> None:
-    """Refuse, before any work, a file that could not be written."""
+) -> Format | None:
+    """Refuse, before any work, a file that could not be written; give the format to write.
+
+    Without a format, a name's ending says it; a name that says none gets a table to read.
+    """
+    if out is not None and format is None and not suffixes:
+        format = _FORMATS.get(out.suffix.lower())
+        if format is None:
+            raise InputError(f"--out: expected a name in {', '.join(_FORMATS)}, got {out.name}")
     if format is Format.PARQUET:
         if out is None:
             raise InputError("parquet is not for a terminal: name a file with --out")
         if util.find_spec("pyarrow") is None:
             raise InputError("parquet needs pyarrow: pip install 'attnprobe[parquet]'")
     if out is None:
-        return
+        return format
     try:
         if not out.parent.is_dir():
             raise InputError(f"cannot write {out}: there is no folder {out.parent}")
@@ -343,3 +361,4 @@ def _check_target(
         raise InputError(f"cannot write {out}: {error.strerror}") from None
     if suffixes and out.suffix.lower() not in suffixes:
         raise InputError(f"--out writes a page: expected a name in {suffixes[0]}, got {out.name}")
+    return format

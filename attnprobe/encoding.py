@@ -90,7 +90,7 @@ def _token_ids(lm: LanguageModel, text: Any) -> tuple[tuple[str | None, ...], li
             if not one:
                 raise InputError(f"text {number} is empty: there is nothing to attend to")
             refuse_surrogates(one)
-        return tuple(text), [list(lm.tokenizer(one)["input_ids"]) for one in text]
+        return tuple(text), [list(lm.tokenizer(one, verbose=False)["input_ids"]) for one in text]
     if all(_is_id(one) for one in text):
         text = [text]
     rows = [row.tolist() if isinstance(row, Tensor) else row for row in text]

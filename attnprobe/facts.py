@@ -79,8 +79,8 @@ def window(config: Any, layer: int) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-def padding_of(frames: list[dict[str, Any]], kind: str, batch: int, keys: int) -> Tensor | None:
-    """The `attention_mask` of 0 and 1, (B, S or more), that holds for a call.
+def padding_of(frames: list[dict[str, Any]], kind: str, batch: int, keys: int) -> Any:
+    """The `attention_mask` of 0 and 1, (B, S or more), that holds for a call; else what was given.
 
     Args:
         frames: the arguments of the models that are running, the outermost first: what the user
@@ -99,7 +99,19 @@ def padding_of(frames: list[dict[str, Any]], kind: str, batch: int, keys: int) -
     return fitting[0] if fitting else given[0] if given else None
 
 
-def _fits(padding: Tensor, batch: int, keys: int) -> bool:
+def packs_documents(frames: list[dict[str, Any]]) -> bool:
+    """Whether positions start anew within a row, without a mask: several documents in one text."""
+    given = [frame.get("position_ids") for frame in frames]
+    return any(
+        isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
+        for positions in given
+    ) and not any(isinstance(frame.get("attention_mask"), Tensor) for frame in frames)
+
+
+def _fits(padding: Any, batch: int, keys: int) -> bool:
+    """Whether this is one row of 0 and 1 for each text; transformers also hands on whole masks."""
+    if not isinstance(padding, Tensor):
+        return False
     return padding.dim() == 2 and padding.shape[0] == batch and padding.shape[1] >= keys
 
 
@@ -109,7 +121,7 @@ def mask_rule(
     layer: int,
     kind: str,
     shape: tuple[int, int, int],
-    padding: Tensor | None,
+    padding: Any,
     past: int,
 ) -> MaskRule | None:
     """M's rule for one call, or None where the inputs do not say it (a mask of more than two axes).
@@ -120,7 +132,8 @@ def mask_rule(
         layer: counted from 0.
         kind: "self" or "cross".
         shape: (B, T, S).
-        padding: (B, S) of 0 and 1, what the caller gave as `attention_mask`; or None.
+        padding: (B, S) of 0 and 1, what the caller gave as `attention_mask`; or None. Anything else
+            is a mask with rules of its own.
         past: how many tokens a cache held before this forward.
     """
     batch, queries, keys = shape

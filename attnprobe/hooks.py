@@ -200,7 +200,9 @@ class _Interception:
             expected_scaling=facts.expected_scaling(config, query.shape[-1], layer),
             mask=mask.detach() if isinstance(mask, Tensor) else None,
             is_causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
-            expected_mask=facts.mask_rule(
+            expected_mask=None
+            if facts.packs_documents(self.frames)
+            else facts.mask_rule(
                 module,
                 config,
                 layer,

@@ -11,17 +11,19 @@ from torch import Tensor
 
 from attnprobe.errors import InputError
 from attnprobe.projections import value_norms
-from attnprobe.recompute import Attention, Which, chosen, to_words
-from attnprobe.records import Capture
+from attnprobe.recompute import Attention, Which, captured, chosen, to_words
+from attnprobe.records import Capture, whole
 from attnprobe.words import Words
 
 How = Literal["mean", "max", "rollout"]
 Weigh = Literal["weight", "value"]
 
+_NAMES = {"weight": "weight", "value": "value_share"}  # of the column, by `weigh`
+
 
 def attended(
     cap: Capture,
-    word: str | int,
+    word: str | int | None = None,
     *,
     top: int = 5,
     layer: Which = None,
@@ -37,16 +39,16 @@ def attended(
 
     Args:
         cap: what `capture` returned.
-        word: a word of the text, or its position among the words, from 0.
-        top: how many rows.
+        word: a word of the text, or its position among the words, from 0; None for each in turn.
+        top: how many rows for each word.
         layer: from 0; one, several, or None for all.
         head: from 0; one, several, or None for all.
-        how: over layers and heads, "mean", "max", or "rollout" (Abnar & Zuidema 2020, *Quantifying
-            Attention Flow in Transformers*): the product over layers, from the first to the last
-            chosen one, of ½·(mean over heads) + ½·identity.
+        how: over layers and heads, "mean", "max" (which need not sum to 1), or "rollout" (Abnar &
+            Zuidema 2020, *Quantifying Attention Flow in Transformers*): the product, over all
+            layers up to `layer` (one, or None for the last), of ½·(mean over heads) + ½·identity.
         weigh: "weight", or "value": each weight times ‖v·W_O‖, the length of what it brings, as
-            shares that sum to 1 (Kobayashi, Kuribayashi, Yokoi & Inui 2020, *Attention is Not Only
-            a Weight*). A large weight on a tiny value moves nothing.
+            shares that sum to 1 in each head (Kobayashi, Kuribayashi, Yokoi & Inui 2020,
+            *Attention is Not Only a Weight*). A large weight on a tiny value moves nothing.
         skip_first: leave out the first token's word, which soaks up attention in GPT-2, and divide
             by what is left. The column is then called `weight_without_first`.
         nth: which occurrence of a word that the text holds several times, from 0.
@@ -58,26 +60,30 @@ def attended(
 
     Raises:
         InputError: the word is not in the text (the message lists near ones); an option out of its
-            range; "value" of a model whose W_O is not known.
+            range; "value" of a model whose W_O is not known; weights that would not be the model's
+            own.
     """
-    words = cap.words_of(text)
-    at = position(words, word, nth)
+    words = captured(cap).words_of(text)
+    queries = _positions(words, word, nth)
     matrix = _combined(cap, layer, head, how, weigh, text)  # (N, N)
-    row = matrix[at]
-    name = "weight" if weigh == "weight" else "value_share"
+    name = _NAMES[weigh]
+    first = words.word_of[0]
     if skip_first:
-        row = row.clone()
-        row[words.word_of[0]] = 0.0
-        row = row / row.sum().clamp(min=torch.finfo(row.dtype).tiny)
+        matrix = matrix.clone()
+        matrix[:, first] = 0.0
+        matrix = matrix / matrix.sum(-1, keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
         name = f"{name}_without_first"
-    seen = range(at + 1) if cap.causal else range(len(words.words))
-    keys = [key for key in seen if not (skip_first and key == words.word_of[0])]
-    return _strongest(words, [at] * len(keys), keys, row[keys], name, top)
+    frames = []
+    for at in queries:
+        seen = range(at + 1) if cap.causal else range(len(words.words))
+        keys = [key for key in seen if not (skip_first and key == first)]
+        frames.append(_strongest(words, [at] * len(keys), keys, matrix[at, keys], name, top))
+    return pd.concat(frames, ignore_index=True)
 
 
 def attended_by(
     cap: Capture,
-    word: str | int,
+    word: str | int | None = None,
     *,
     top: int = 5,
     layer: Which = None,
@@ -91,12 +97,20 @@ def attended_by(
 
     Weights are those of each looking word's own row, so they need not sum to 1.
     """
-    words = cap.words_of(text)
-    at = position(words, word, nth)
-    column = _combined(cap, layer, head, how, weigh, text)[:, at]
-    name = "weight" if weigh == "weight" else "value_share"
-    seeing = range(at, len(words.words)) if cap.causal else range(len(words.words))
-    return _strongest(words, list(seeing), [at] * len(seeing), column[list(seeing)], name, top)
+    words = captured(cap).words_of(text)
+    keys = _positions(words, word, nth)
+    matrix = _combined(cap, layer, head, how, weigh, text)  # (N, N)
+    frames = []
+    for at in keys:
+        seeing = list(range(at if cap.causal else 0, len(words.words)))
+        frames.append(
+            _strongest(words, seeing, [at] * len(seeing), matrix[seeing, at], _NAMES[weigh], top)
+        )
+    return pd.concat(frames, ignore_index=True)
+
+
+def _positions(words: Words, word: str | int | None, nth: int) -> list[int]:
+    return list(range(len(words.words))) if word is None else [position(words, word, nth)]
 
 
 def position(words: Words, word: str | int, nth: int = 0) -> int:
@@ -105,15 +119,16 @@ def position(words: Words, word: str | int, nth: int = 0) -> int:
     Raises:
         InputError: it is not there (the message lists near ones), or not nth times.
     """
-    read = [one.text for one in words.words]
-    if not isinstance(word, str | int) or isinstance(word, bool):
-        raise InputError(f"expected a word or its position, got {word!r}")
-    if isinstance(word, int):
-        return chosen(word, len(read), "word")[0]
-    found = [at for at, one in enumerate(read) if one == word.strip()]
+    read = [one.label for one in words.words]
+    if not isinstance(word, str):
+        return chosen(whole(word, "a word's position"), len(read), "word")[0]
+    nth = whole(nth, "nth")
+    asked = {word, word.strip()} - {""}  # as it stands in the text, or as tables show it
+    found = [at for at, one in enumerate(words.words) if asked & {one.text, one.label}]
     if not found:
         near = difflib.get_close_matches(word.strip(), dict.fromkeys(read), n=5, cutoff=0.5)
         hint = f"near ones: {', '.join(near)}" if near else f"its words: {' | '.join(read[:20])}"
+        hint += ". A position among the words, from 0, does as well"
         raise InputError(f"{word!r} is not a word of the text; {hint}")
     if not 0 <= nth < len(found):
         raise InputError(f"{word!r} occurs {len(found)} times; nth counts from 0, got {nth}")
@@ -124,7 +139,7 @@ def _combined(cap: Capture, layer: Which, head: Which, how: How, weigh: Weigh, t
     """One matrix over words, (N, N), from those of the chosen layers and heads."""
     if how not in ("mean", "max", "rollout"):
         raise InputError(f"how must be 'mean', 'max' or 'rollout', got {how!r}")
-    if weigh not in ("weight", "value"):
+    if weigh not in _NAMES:
         raise InputError(f"weigh must be 'weight' or 'value', got {weigh!r}")
     words = cap.words_of(text)
     layers = chosen(layer, cap.layers, "layer")
@@ -132,7 +147,9 @@ def _combined(cap: Capture, layer: Which, head: Which, how: How, weigh: Weigh, t
     if how == "rollout":
         if head is not None or weigh == "value":
             raise InputError("rollout mixes the weights of all heads: leave out head and weigh")
-        return to_words(_rollout(cap, max(layers), heads, text), words)
+        if layer is not None and len(layers) != 1:
+            raise InputError("rollout goes from the first layer to one: give one layer, or none")
+        return to_words(_rollout(cap, layers[-1], heads, text), words)
     total: Tensor | None = None
     for one in layers:
         by_head = to_words(_weighed(cap, one, heads, weigh, text), words)  # (h, N, N)
@@ -170,8 +187,9 @@ def _rollout(cap: Capture, last: int, heads: list[int], text: int) -> Tensor:
 def _strongest(
     words: Words, queries: list[int], keys: list[int], weight: Tensor, name: str, top: int
 ) -> pd.DataFrame:
-    if not isinstance(top, int) or top < 1:
-        raise InputError(f"top must be at least 1, got {top!r}")
+    top = whole(top, "top")
+    if top < 1:
+        raise InputError(f"top must be at least 1, got {top}")
     read = [one.label for one in words.words]
     frame = pd.DataFrame(
         {

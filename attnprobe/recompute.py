@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from attnprobe.checks import difference
 from attnprobe.errors import InputError
 from attnprobe.formula import scores as dot_products
 from attnprobe.formula import tiles
 from attnprobe.masks import MaskRule
-from attnprobe.records import AttentionCall, Capture
+from attnprobe.records import AttentionCall, Capture, whole
 from attnprobe.words import Words
 
 By = Literal["token", "word"]
@@ -22,39 +22,41 @@ Which = int | Sequence[int] | None
 
 
 def weights(
-    cap: Capture, layer: int, head: int | None = None, *, by: By = "token", text: int = 0
+    cap: Capture, layer: int, head: Which = None, *, by: By = "token", text: int = 0
 ) -> Tensor:
     """The attention weights of one layer, over one text's own tokens or words.
 
     Args:
         cap: what `capture` returned.
         layer: from 0.
-        head: from 0; None for all.
+        head: from 0; one, several, or None for all.
         by: "token", or "word": see `to_words`.
         text: which text of a batch.
 
     Returns:
-        (T, S) float64, or (H, T, S) for all heads; T and S are the text's tokens, without padding,
+        (T, S) float64 for one head, else (H, T, S); T and S are the text's tokens, without padding,
         or its words. Rows sum to 1, and the future is exactly 0 where the model is causal.
 
     Raises:
-        InputError: layer, head or text out of range (the message says the range); an unknown `by`.
+        InputError: layer, head or text out of range (the message says the range); an unknown `by`;
+            a model that does not compute the formula in this layer, so that the weights would not
+            be its own (the message says why).
     """
-    heads = chosen(head, cap.call(layer).heads, "head")
+    heads = chosen(head, captured(cap).call(layer).heads, "head")
     found = Attention.of(cap, layer, heads, text).weights
     if by == "word":
         found = to_words(found, cap.words_of(text))
     elif by != "token":
         raise InputError(f"by must be 'token' or 'word', got {by!r}")
-    return found if head is None else found[0]
+    return found if head is None or isinstance(head, Iterable) else found[0]
 
 
-def scores(cap: Capture, layer: int, head: int | None = None, *, text: int = 0) -> Tensor:
+def scores(cap: Capture, layer: int, head: Which = None, *, text: int = 0) -> Tensor:
     """The scores of one layer by token, scaled and masked with -inf; as `weights` otherwise."""
-    heads = chosen(head, cap.call(layer).heads, "head")
+    heads = chosen(head, captured(cap).call(layer).heads, "head")
     found = Attention.of(cap, layer, heads, text)
     masked = found.scores.masked_fill(~found.allowed, -torch.inf)
-    return masked if head is None else masked[0]
+    return masked if head is None or isinstance(head, Iterable) else masked[0]
 
 
 def to_words(by_token: Tensor, words: Words) -> Tensor:
@@ -77,20 +79,31 @@ def chosen(which: Which, count: int, what: str) -> list[int]:
     """The numbers that an argument names: one, several, or all of them for None.
 
     Raises:
-        InputError: one of them is out of range, or there is none.
+        InputError: one of them is out of range or no whole number, or there is none.
     """
     if which is None:
-        which = range(count)
-    numbers = [which] if isinstance(which, int | np.integer) else which
-    if isinstance(numbers, str) or not isinstance(numbers, Sequence) or not numbers:
+        return list(range(count))
+    several = isinstance(which, Iterable) and not isinstance(which, str | bytes)
+    numbers = [whole(one, what) for one in (which if several else [which])]  # type: ignore[union-attr]
+    if not numbers:
         raise InputError(f"expected a {what}, a list of them, or None for all; got {which!r}")
     for number in numbers:
-        whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
-        if not whole or not 0 <= number < count:
+        if not 0 <= number < count:
             raise InputError(
-                f"{what} {number!r} is out of range: there are {count}, numbered 0 to {count - 1}"
+                f"{what} {number} is out of range: there are {count}, numbered 0 to {count - 1}"
             )
-    return [int(number) for number in numbers]
+    return numbers
+
+
+def captured(cap: object) -> Capture:
+    """The capture that a public function was given.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if not isinstance(cap, Capture):
+        raise InputError(f"expected a capture, what ap.capture returns; got {type(cap).__name__}")
+    return cap
 
 
 class Attention:
@@ -119,17 +132,16 @@ class Attention:
         """Some heads of one layer of a capture, over one text.
 
         Raises:
-            InputError: layer or text out of range; no rule for the mask; a term that the formula
-                does not hold.
+            InputError: layer or text out of range; the model does not compute the formula there.
         """
         call = cap.call(layer)
         at = cap.positions(text)
-        if call.expected_mask is None:
-            raise InputError("the mask was given whole by the caller: it follows no known rule")
-        if call.terms:
+        reason = difference(call)
+        if reason:
             raise InputError(
-                f"the formula here has no {', '.join(call.terms)}: the weights would be wrong"
+                f"layer {layer}'s weights would not be the model's own: {reason}. See ap.verify"
             )
+        assert call.expected_mask is not None
         # Padding is at either end: a text's tokens are one stretch, and its diagonal stays one.
         stretch = slice(int(at[0]), int(at[-1]) + 1)
         key_heads = key_heads_of(call, heads)

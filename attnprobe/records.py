@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,20 @@ from attnprobe.errors import InputError
 from attnprobe.formula import Arithmetic, arithmetic
 from attnprobe.masks import MaskRule
 from attnprobe.words import Words
+
+
+def whole(value: Any, what: str) -> int:
+    """A whole number of any kind that Python takes for an index; True and False are none.
+
+    Raises:
+        InputError: it is something else.
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass  # refused below, in words
+    raise InputError(f"expected a whole number for {what}, got {value!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +87,10 @@ class AttentionCall:
     head_output_model: Tensor | None = field(default=None, repr=False)  # (B, T, H, Dv)
     weights_model: Tensor | None = field(default=None, repr=False)  # (B, H, T, S), eager only
     attention_output: Tensor | None = field(default=None, repr=False)  # (B, T, E): after W_O
+
+    def __repr__(self) -> str:
+        shapes = f"query {tuple(self.query.shape)}, key {tuple(self.key.shape)}"
+        return f"AttentionCall({self.name}, layer {self.layer}, step {self.step}, {shapes})"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -139,14 +158,15 @@ class Capture:
         Raises:
             InputError: the layer is out of range; the message says the range.
         """
+        layer = whole(layer, "layer")
         calls = {call.layer: call for call in self.calls if call.kind == kind}
         for unseen in self.unseen:
             if kind == "self" and layer == unseen.layer:
                 raise InputError(f"layer {layer}, {unseen.name}, computed attention unseen")
-        if layer not in calls or isinstance(layer, bool):
+        if layer not in calls:
             last = max(calls, default=-1)
             raise InputError(
-                f"layer {layer!r} is out of range: the model has {last + 1} {kind}-attention "
+                f"layer {layer} is out of range: the model has {last + 1} {kind}-attention "
                 f"layers, numbered 0 to {last}"
             )
         return calls[layer]
@@ -157,8 +177,7 @@ class Capture:
         Raises:
             InputError: there is no such text.
         """
-        self._refuse_text(text)
-        return self.padding[text].nonzero().flatten()
+        return self.padding[self._text(text)].nonzero().flatten()
 
     def words_of(self, text: int) -> Words:
         """How one text is read: its tokens and words.
@@ -166,12 +185,20 @@ class Capture:
         Raises:
             InputError: there is no such text.
         """
-        self._refuse_text(text)
-        return self.words[text]
+        return self.words[self._text(text)]
 
-    def _refuse_text(self, text: int) -> None:
+    def __repr__(self) -> str:
+        name = self.lm.name if self.lm is not None else "no model"
+        return (
+            f"Capture({name}: {len(self)} texts, {int(self.padding.sum())} tokens, "
+            f"{len(self.calls)} attention calls)"
+        )
+
+    def _text(self, text: int) -> int:
+        text = whole(text, "text")
         if not 0 <= text < len(self):
             raise InputError(
                 f"text {text} is out of range: the capture holds {len(self)}, "
                 f"numbered 0 to {len(self) - 1}"
             )
+        return text

@@ -11,8 +11,8 @@ import torch
 from pandas.io.formats.style import Styler
 
 from attnprobe.errors import InputError
-from attnprobe.recompute import Attention, By, Which, chosen, to_words
-from attnprobe.records import Capture
+from attnprobe.recompute import Attention, By, Which, captured, chosen, to_words
+from attnprobe.records import Capture, whole
 
 TABLE_BYTES = 500_000_000
 """The largest frame that `table` makes unless told otherwise, in bytes."""
@@ -65,13 +65,14 @@ def table(
     """
     if by not in ("token", "word"):
         raise InputError(f"by must be 'token' or 'word', got {by!r}")
-    texts = chosen(text, len(cap), "text")
+    texts = chosen(text, len(captured(cap)), "text")
     layers = chosen(layer, cap.layers, "layer")
     heads = chosen(head, cap.calls[0].heads, "head")
     if wide:
         if len(texts) * len(layers) * len(heads) != 1:
             raise InputError("wide shows one text, layer and head: give text, layer and head")
         return _wide(cap, layers[0], heads[0], by, texts[0])
+    max_bytes = whole(max_bytes, "max_bytes")
     _refuse_size(cap, texts, len(layers) * len(heads), by, future, max_bytes)
     frames = [_long(cap, one, layers, heads, by, future) for one in texts]
     return frames[0] if len(frames) == 1 else _stacked(frames)
@@ -195,10 +196,17 @@ def styled(frame: pd.DataFrame, *, digits: str = ".3f") -> Styler:
     column that holds weights or shares, or the whole of a `wide` table. The colour is laid over the
     notebook's own background, light or dark, and the text keeps the notebook's own colour. `digits`
     is how Python formats each number.
+
+    Raises:
+        InputError: it is no frame.
     """
+    if not isinstance(frame, pd.DataFrame):
+        raise InputError(f"expected a frame, got {type(frame).__name__}")
     shown = [name for name in frame.columns if name in WEIGHTS]
-    if frame.index.name == "query":  # a wide table: weights all over
+    if (frame.index.name, frame.columns.name) == ("query", "key"):  # a wide table: weights all over
         shown = list(frame.columns)
+    elif not frame.index.is_unique:
+        frame = frame.reset_index(drop=True)
     numbers = frame.select_dtypes("float").columns
     styler = frame.style.format(escape="html").format(f"{{:{digits}}}", subset=numbers)
     styler = styler.format_index(escape="html", axis="index")

@@ -59,6 +59,8 @@ def verify(
     """
     if not isinstance(cap, Capture):
         raise InputError(f"expected a capture, what ap.capture returns; got {type(cap).__name__}")
+    if isinstance(checks, str) or not isinstance(checks, Sequence | None):
+        raise InputError(f"expected a list of checks, got {checks!r}")
     checks = CHECKS if checks is None else tuple(checks)
     unknown = [name for name in checks if name not in CHECKS]
     if unknown or not checks:

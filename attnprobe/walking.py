@@ -13,9 +13,10 @@ from torch import Tensor
 from attnprobe.formula import softmax, tiles
 from attnprobe.looking import position
 from attnprobe.projections import source
-from attnprobe.recompute import Attention, chosen
-from attnprobe.records import AttentionCall, Capture
+from attnprobe.recompute import Attention, captured, chosen
+from attnprobe.records import AttentionCall, Capture, whole
 from attnprobe.tables import styled
+from attnprobe.words import visible
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +25,7 @@ class Walkthrough:
 
     Attributes:
         title: what is walked through.
+        of: the model, its dtype and kernel, and the text.
         sizes: a row for X, Q, K, V and the head's output: name, shape, axes, and the source.
         steps: a row a key token: key_pos, key; score_raw = q·k and what it is made of, query_norm
             |q|, key_norm |k| and cosine (|q|·|k|·cos θ = q·k); score = q·k·scaling; mask, 0 or
@@ -38,6 +40,7 @@ class Walkthrough:
     """
 
     title: str
+    of: str
     sizes: pd.DataFrame
     steps: pd.DataFrame
     totals: pd.DataFrame
@@ -49,20 +52,23 @@ class Walkthrough:
             frame.to_string(index=False, float_format="{:.4g}".format) for _, frame in self._parts()
         )
         (first, _), (second, _), (third, _) = self._parts()
-        return f"{self.title}\n\n{first}\n{sizes}\n\n{second}\n{steps}\n\n{third}\n{totals}"
+        return (
+            f"{self.title}\n{self.of}\n\n{first}\n{sizes}\n\n{second}\n{steps}\n\n{third}\n{totals}"
+        )
 
     def _repr_html_(self) -> str:
         parts = "".join(
             f"<h4>{html.escape(title)}</h4>{styled(frame, digits='.4g').hide().to_html()}"
             for title, frame in self._parts()
         )
-        return f"<h3>{html.escape(self.title)}</h3>{parts}"
+        return f"<h3>{html.escape(self.title)}</h3><p>{html.escape(self.of)}</p>{parts}"
 
     def _parts(self) -> list[tuple[str, pd.DataFrame]]:
         return [
             ("1. From X to Q, K and V", self.sizes),
             (
-                "2. q·k = |q|·|k|·cos θ, times the scaling, plus M, softmax, times the values",
+                "2. score_raw = q·k = |q|·|k|·cos θ; score = q·k·scaling; plus the mask; weight = "
+                "softmax; weighted_norm = |weight·v|; share = its part of the output",
                 self.steps,
             ),
             ("3. The sums, and the model's own output", self.totals),
@@ -87,8 +93,9 @@ def walkthrough(
         InputError: layer, head or text out of range; a word that is not in the text; a term or a
             mask that the formula does not hold.
     """
-    words = cap.words_of(text)
+    words = captured(cap).words_of(text)
     call = cap.call(layer)
+    head = whole(head, "head")
     chosen(head, call.heads, "head")
     at = words.words[position(words, word, nth)].tokens[-1]
     attention = Attention.of(cap, layer, [head], text)
@@ -103,17 +110,22 @@ def walkthrough(
         {
             "key_pos": range(len(key)),
             "key": words.tokens,
-            "score_raw": raw,
-            "query_norm": query.norm().expand(len(key)),
-            "key_norm": key.norm(dim=-1),
-            "cosine": raw / (query.norm() * key.norm(dim=-1)),
-            "score": score,
-            "mask": mask,
-            "masked_score": score + mask,
-            "weight": weight,
-            "value_norm": value.norm(dim=-1),
-            "weighted_norm": brought.norm(dim=-1),
-            "share": brought @ output / output.square().sum(),
+            **{
+                name: column.cpu().numpy()
+                for name, column in {
+                    "score_raw": raw,
+                    "query_norm": query.norm().expand(len(key)),
+                    "key_norm": key.norm(dim=-1),
+                    "cosine": raw / (query.norm() * key.norm(dim=-1)),
+                    "score": score,
+                    "mask": mask,
+                    "masked_score": score + mask,
+                    "weight": weight,
+                    "value_norm": value.norm(dim=-1),
+                    "weighted_norm": brought.norm(dim=-1),
+                    "share": brought @ output / output.square().sum(),
+                }.items()
+            },
         }
     )
     assert call.head_output_model is not None
@@ -122,13 +134,13 @@ def walkthrough(
     error = (output - output_model).abs().max().item()
     totals = {
         "sum of the weights": weight.sum().item(),
-        "sum of the shares": steps["share"].sum(),
+        "sum of the shares": steps["share"].sum(skipna=False),
         "|o|, the size of the head's output": output.norm().item(),
         "largest |o - the model's own head output|": error,
         "bound on that difference": _bound(call, text, head, int(place)),
         f"entropy of the weights with the scaling {attention.scaling:.4g} (nats)": _entropy(weight),
         "entropy without it (nats)": _entropy(softmax(raw + mask)),
-        f"the most it can be, ln {int(attention.allowed[at].sum())} (nats)": math.log(
+        f"the most an entropy can be here, ln {int(attention.allowed[at].sum())} (nats)": math.log(
             int(attention.allowed[at].sum())
         ),
     }
@@ -136,6 +148,10 @@ def walkthrough(
         title=(
             f"softmax(QKᵀ/√d_k + M)V for {words.tokens[at]!r} (token {at}) in layer {layer}, "
             f"head {head}: the word {words.words[words.word_of[at]].text!r}"
+        ),
+        of=(
+            f"{cap.lm.name if cap.lm is not None else 'a model'} in "
+            f"{str(call.dtype).removeprefix('torch.')}, {call.kernel} kernel: {visible(words.text)}"
         ),
         sizes=_sizes(call, head),
         steps=steps,

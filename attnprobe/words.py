@@ -61,6 +61,7 @@ _MARKS = {at: 0x2400 + at for at in range(0x20)} | {
     ord("\n"): "⏎",
     ord("\t"): "⇥",
     0x7F: "␡",
+    **{at: f"<U+{at:04X}>" for at in range(0x80, 0xA0)},
     0x85: "⏎",
     0x2028: "⏎",
     0x2029: "⏎",
@@ -250,7 +251,10 @@ def _words(placed: Spans, places: list[Span]) -> tuple[Word, ...]:
 
 def _segments(text: str, places: list[Span], special: tuple[bool, ...]) -> Iterator[Span]:
     """The stretches of the text between boundaries, special tokens left out."""
-    cuts = [place for place, cut in zip(places, special, strict=True) if cut]
+    # A special token that is not written in the text parts nothing.
+    cuts = [
+        place for place, cut in zip(places, special, strict=True) if cut and place[0] < place[1]
+    ]
     begin = 0
     for start, stop in [*cuts, (len(text), len(text))]:
         for match in _SEGMENT.finditer(text[begin:start]):

@@ -268,6 +268,9 @@ def test_walk_prints_every_step_or_writes_a_page(model: str, tmp_path: Path) -> 
         (["words", TEXT, "--word", "playin"], "playing"),
         (["words", TEXT, "--word", "green", "--nth", "1"], "nth"),
         (["words", TEXT, "--word", "green", "--top", "0"], "top"),
+        (["words", TEXT, "--nth", "1"], "--nth goes with --word"),
+        (["words", TEXT, "--reverse", "--skip-first"], "does not go with --reverse"),
+        (["table", TEXT, "--out", "t.html"], "expected a name in .csv, .json, .parquet, .txt"),
         (["words", TEXT, "--how", "median"], "'mean', 'max' or 'rollout'"),
         (["words", TEXT, "--weigh", "length"], "'weight' or 'value'"),
         (["words", TEXT, "--format", "parquet"], "name a file with --out"),
@@ -455,7 +458,7 @@ def test_a_full_disk_is_said(model: str) -> None:
 
 
 def test_a_name_too_long_is_said(model: str, tmp_path: Path) -> None:
-    result = run("table", "hi", "--model", model, "--out", str(tmp_path / ("a" * 300)))
+    result = run("table", "hi", "--model", model, "--out", str(tmp_path / ("a" * 300 + ".csv")))
     assert result.exit_code == 2
     assert "File name too long" in result.stderr
     assert list(tmp_path.iterdir()) == []

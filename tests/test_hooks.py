@@ -12,6 +12,9 @@ from attnprobe.hooks import replaced
 IDS = torch.tensor([[5, 17, 23, 5, 99, 42, 8], [3, 3, 60, 11, 72, 1, 90]])
 
 
+FEW = IDS.clamp(max=90)  # ids that a vocabulary of 99 holds
+
+
 def hooks_of(model):
     return sum(
         len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._forward_hooks_always_called)
@@ -315,3 +318,26 @@ def test_a_plain_module_around_a_model_can_be_probed(gpt2):
         wrapper(IDS)
     assert calls_before == 0
     assert [call.name for call in calls] == [f"inner.transformer.h.{n}.attn" for n in range(3)]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
+def test_generate_with_a_static_cache_and_whole_masks(kind):
+    from test_families import small
+
+    model = small(kind)
+    options = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
+    without = model.generate(FEW, attention_mask=torch.ones_like(FEW), **options)
+    with ap.probe(model) as calls:
+        within = model.generate(FEW, attention_mask=torch.ones_like(FEW), **options)
+    assert torch.equal(without, within)
+    assert len(calls) == 3 * 2
+
+
+def test_documents_packed_into_one_text_follow_a_rule_of_their_own():
+    from test_families import small
+
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    model = small("llama")
+    with torch.no_grad(), ap.probe(model) as calls:
+        model(FEW[:1], position_ids=positions, use_cache=False)
+    assert calls[0].expected_mask is None

@@ -76,9 +76,11 @@ def test_rollout_by_loops(cap):
         flow = (0.5 * mean + 0.5 * np.eye(len(mean))) @ flow
     at = at_of(cap, "well")
     wanted = by_loops(flow[None], cap.words_of(0).words)[0][at]
-    frame = ap.attended(cap, "well", top=99, how="rollout", layer=[0, 1, 2])
+    frame = ap.attended(cap, "well", top=99, how="rollout", layer=2)
     np.testing.assert_allclose(frame.weight, wanted[frame.key_pos], rtol=1e-12)
     assert frame.weight.sum() == pytest.approx(1)
+    with pytest.raises(ap.InputError, match="rollout goes from the first layer to one"):
+        ap.attended(cap, "well", how="rollout", layer=[1, 2])
     with pytest.raises(ap.InputError, match="rollout mixes the weights of all heads"):
         ap.attended(cap, "well", how="rollout", head=1)
 
@@ -99,20 +101,38 @@ def test_by_value_is_the_length_of_what_each_brings(cap):
 
 
 def test_by_value_needs_a_known_w_o():
-    from transformers import OPTConfig, OPTForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = OPTConfig(
+    config = LlamaConfig(
         hidden_size=20,
         num_attention_heads=2,
         num_hidden_layers=1,
-        ffn_dim=7,
+        intermediate_size=7,
         vocab_size=101,
-        word_embed_proj_dim=20,
     )
-    other = ap.capture(OPTForCausalLM(config).eval(), [5, 6, 7])
-    with pytest.raises(ap.InputError, match=r"needs W_O, but .*OPTAttention are not known"):
+    other = ap.capture(LlamaForCausalLM(config).eval(), [5, 6, 7])
+    with pytest.raises(ap.InputError, match=r"needs W_O, but .*LlamaAttention are not known"):
         ap.attended(other, "6", weigh="value")
     assert len(ap.attended(other, "6")) == 2
+
+
+def test_every_word_in_turn(cap):
+    count = len(cap.words_of(0).words)
+    frame = ap.attended(cap, layer=1, top=3)
+    assert frame.groupby("query_pos").size().tolist() == [min(3, at + 1) for at in range(count)]
+    one = frame[frame.query_pos == 4].reset_index(drop=True)
+    assert one.equals(ap.attended(cap, 4, layer=1, top=3))
+    frame = ap.attended_by(cap, layer=1, top=3)
+    assert frame.groupby("key_pos").size().tolist() == [min(3, count - at) for at in range(count)]
+    assert ap.styled(frame).to_html().count("rgba") > 3
+
+
+def test_a_word_can_be_asked_for_as_it_is_shown():
+    cap = ap.capture(ap.load("bundled"), "Hi\n\nthere")
+    shown = [one.label for one in cap.words_of(0).words]
+    at = next(number for number, label in enumerate(shown) if "⏎" in label)
+    for word in (shown[at], cap.words_of(0).words[at].text, at, np.int64(at)):
+        assert set(ap.attended(cap, word).query_pos) == {at}
 
 
 def test_skip_first_renormalises_and_says_so(cap, matrices):
@@ -159,6 +179,10 @@ def test_a_word_that_is_not_there_lists_near_ones(cap):
     ("options", "message"),
     [
         ({"top": 0}, "top must be at least 1, got 0"),
+        ({"top": True}, "a whole number for top, got True"),
+        ({"nth": 1.0}, "a whole number for nth, got 1.0"),
+        ({"text": None}, "a whole number for text, got None"),
+        ({"layer": "1"}, "a whole number for layer, got '1'"),
         ({"how": "median"}, "'mean', 'max' or 'rollout', got 'median'"),
         ({"weigh": "length"}, "'weight' or 'value', got 'length'"),
         ({"layer": 4}, "layer 4 is out of range: there are 4, numbered 0 to 3"),

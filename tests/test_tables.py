@@ -197,12 +197,46 @@ def test_numbers_of_any_whole_kind_name_heads(gpt2):
     assert ap.table(cap, np.int64(1), [np.int32(2)], text=0).equals(ap.table(cap, 1, [2], text=0))
 
 
+def test_lists_of_heads_keep_their_axis(gpt2):
+    cap = ap.capture(gpt2(), TEXTS)
+    whole = ap.weights(cap, 1)
+    assert torch.equal(ap.weights(cap, 1, [4, 2]), whole[[4, 2]])
+    assert ap.weights(cap, 1, [3]).shape == (1, 9, 9)
+    assert torch.equal(ap.scores(cap, 1, np.array([0, 1])), ap.scores(cap, 1)[:2])
+    row = ap.table(cap).nlargest(1, "weight").iloc[0]
+    assert ap.weights(cap, row["layer"], row["head"]).shape == (9, 9)
+
+
+def test_a_model_that_computes_otherwise_gives_no_wrong_weights(gpt2):
+    model = gpt2()
+    model.transformer.h[1].attn.scaling *= 0.25
+    cap = ap.capture(model, TEXTS)
+    assert ap.weights(cap, 0).shape == (6, 9, 9)
+    with pytest.raises(ap.InputError, match=r"not be the model's own: the model scales by 0\.0790"):
+        ap.weights(cap, 1)
+
+
+@pytest.mark.parametrize("what", [None, "text", 5])
+@pytest.mark.parametrize("call", [ap.table, ap.attended, ap.attended_by])
+def test_what_is_no_capture_is_refused(call, what):
+    with pytest.raises(ap.InputError, match=r"expected a capture, what ap\.capture returns"):
+        call(what)
+
+
+def test_reprs_are_short(gpt2):
+    cap = ap.capture(gpt2(), TEXTS)
+    assert len(repr(cap)) < 100
+    assert len(repr(cap.calls[0])) < 150
+
+
 def test_terms_that_the_formula_does_not_hold_give_no_wrong_weights(gpt2):
     cap = ap.capture(gpt2(), TEXTS)
     calls = (dataclasses.replace(cap.calls[0], terms=("softcap",)), *cap.calls[1:])
     capped = dataclasses.replace(cap, calls=calls)
     for call in (ap.weights, ap.table, lambda *at: ap.walkthrough(capped, "5", 0, 0)):
-        with pytest.raises(ap.InputError, match="the formula here has no softcap"):
+        with pytest.raises(
+            ap.InputError, match="would not be the model's own: the formula here has no softcap"
+        ):
             call(capped, 0, 0)
 
 

@@ -190,7 +190,7 @@ def test_what_is_not_a_number_is_a_mismatch(gpt2):
     [
         ({"terms": ("softcap",)}, "the formula here has no softcap"),
         ({"dropout": 0.1}, "dropout of 0.1 was on"),
-        ({"expected_mask": None}, "the mask's rule is not known"),
+        ({"expected_mask": None}, "the mask came whole"),
     ],
 )
 def test_what_the_formula_does_not_hold_is_not_checked_and_does_not_pass(gpt2, fields, reason):

@@ -96,7 +96,7 @@ def test_two_words_one_head_by_hand():
     # -(¼ ln ¼ + ¾ ln ¾); without /√4 the weights are 1/10 and 9/10
     assert totals["entropy of the weights with the scaling 0.5 (nats)"] == pytest.approx(0.562335)
     assert totals["entropy without it (nats)"] == pytest.approx(0.325083, rel=1e-5)
-    assert totals["the most it can be, ln 2 (nats)"] == pytest.approx(math.log(2))
+    assert totals["the most an entropy can be here, ln 2 (nats)"] == pytest.approx(math.log(2))
 
 
 def test_the_first_word_sees_itself_only():

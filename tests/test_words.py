@@ -32,7 +32,7 @@ from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegac
 
 import attnprobe
 from attnprobe.errors import InputError
-from attnprobe.words import read
+from attnprobe.words import read, visible
 
 CORPUS = ["The children were playing in the green park, naïve 公園 で мир don't stop"] * 5
 SPECIAL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
@@ -525,3 +525,15 @@ def test_time_is_linear(name, piece):
 
     # Quadratic time would make it 64 times as long.
     assert min(took(8000) for _ in range(2)) < 24 * min(took(1000) for _ in range(3)) + 0.05
+
+
+def test_marks_that_a_tokenizer_drops_stay_with_the_last_word_too():
+    tokenizer = AutoTokenizer.from_pretrained(real_models.minilm_path())
+    text = "un cafe\u0301"
+    words = read(tokenizer, tokenizer(text)["input_ids"], text)
+    assert [one.text for one in words.words if one.kind == "word"] == ["un", "cafe\u0301"]
+    assert words.tail == ""
+
+
+def test_c1_controls_are_made_visible():
+    assert visible("Hi\x9b31m") == "Hi<U+009B>31m"
