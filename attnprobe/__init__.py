@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from attnprobe.report import VerificationReport
     from attnprobe.tables import styled, table
     from attnprobe.verification import verify
+    from attnprobe.views.bertviz import head_view, model_view, neuron_view
+    from attnprobe.views.page import View
     from attnprobe.walking import Walkthrough, walkthrough
 
 __version__ = "0.1.0"
@@ -27,11 +29,15 @@ __all__ = [
     "ModelError",
     "NonFiniteError",
     "VerificationReport",
+    "View",
     "Walkthrough",
     "attended",
     "attended_by",
     "capture",
+    "head_view",
     "load",
+    "model_view",
+    "neuron_view",
     "probe",
     "scores",
     "styled",
@@ -53,6 +59,8 @@ _HOMES = {
     "looking": ("attended", "attended_by"),
     "tables": ("styled", "table"),
     "verification": ("verify",),
+    "views.bertviz": ("head_view", "model_view", "neuron_view"),
+    "views.page": ("View",),
     "walking": ("Walkthrough", "walkthrough"),
 }
 

@@ -1,0 +1,1 @@
+"""Pages that show a capture's attention: HTML in one piece, drawn without a network."""
