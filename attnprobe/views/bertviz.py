@@ -1,7 +1,6 @@
 """BertViz from a capture: `head_view`, `model_view` and `neuron_view`.
 
-The pages draw with BertViz's own scripts. What is changed in them stands below, piece by piece;
-each piece is looked for, so that a release of BertViz that is written differently is refused.
+The pages draw with BertViz's own scripts; `attnprobe.views.scripts` says what is changed in them.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from attnprobe.recompute import By, Which
 from attnprobe.records import Capture
 from attnprobe.views.colours import colours
 from attnprobe.views.labels import columns_of
-from attnprobe.views.libraries import Patch, bertviz
 from attnprobe.views.page import View, bertviz_page
+from attnprobe.views.scripts import STEPS, UNPACK_NEURONS, UNPACK_WEIGHTS, script
 from attnprobe.views.selection import Selection, pairs, refuse_size
 
 HEAD_LINES = 120_000
@@ -29,93 +28,11 @@ MODEL_LINES = 360_000
 NEURON_LINES = 120_000
 """The most lines and cells that `neuron_view` draws unless told otherwise: about 120 tokens."""
 
-_STEPS = 10_000  # weights stand in the page as whole numbers of this part of 1
 _DIGITS = 6  # of queries and keys: the page computes scores and weights from them
 
 _COLUMN = 0.6  # how wide a letter is, as a part of its size, at most, with few exceptions
 _WIDEST = 32  # labels, in columns
 _WIDEST_DETAIL = 18  # in the model view, where a detail of two columns of labels must fit in
-
-# A row holds only the keys up to the query where nothing stands after it, so that no line is drawn
-# for what is masked; BertViz reads a row's missing end as 0 once it is patched.
-_UNPACK = f"""for (const shown of window.bertviz_params.attention) {{
-  shown.attn = shown.attn.map(layer => layer.map(head => {{
-    let at = 0;
-    return shown.left_text.map((_, query) => {{
-      const keys = shown.lower ? query + 1 : shown.right_text.length;
-      at += keys;
-      return head.slice(at - keys, at).map(weight => weight / {_STEPS});
-    }});
-  }}));
-}}"""
-
-# The weights are the softmax of the scores that the page shows, made from the numbers it shows.
-_UNPACK_NEURONS = """{
-  const params = window.bertviz_params, shown = params.attention.all;
-  const softmax = (scores, allowed) => {
-    const highest = Math.max(...scores.filter((_, key) => allowed[key] === "1"));
-    const parts = scores.map((x, key) => allowed[key] === "1" ? Math.exp(x - highest) : 0);
-    const sum = parts.reduce((x, y) => x + y, 0);
-    return parts.map(x => x / sum);
-  };
-  const dot = (query, key) => query.reduce((sum, x, at) => sum + x * key[at], 0);
-  shown.attn = shown.queries.map((heads, layer) => heads.map((queries, head) =>
-    queries.map((query, at) => softmax(
-      shown.keys[layer][head].map(key => dot(query, key) * params.scaling[layer]),
-      params.allowed[layer][at]))));
-}"""
-
-_PARAMS: Patch = (
-    "const params = PYTHON_PARAMS; // HACK: PYTHON_PARAMS is a template marker that is replaced "
-    "by actual params.",
-    "const params = window.bertviz_params;",
-)
-
-_HEAD_PATCHES: list[Patch] = [
-    _PARAMS,
-    ("d3.scaleOrdinal(d3.schemeCategory10)", "d3.scaleOrdinal(params['colours'])"),
-    ("const BOXWIDTH = 110;", "const BOXWIDTH = params['label_width'];"),
-    # Rows without their masked end.
-    ("return mat[0].map(", "return mat[mat.length - 1].map("),
-    ("return row[i];", "return row[i] || 0;"),
-    ("return d[index];", "return d[index] || 0;"),
-    (
-        'checkbox.on("click", function (d, i) {',
-        """checkboxContainer.selectAll("text")
-            .data(params['include_heads'])
-            .enter()
-            .append("text")
-            .text(d => d)
-            .attr("x", (d, i) => (i + .5) * CHECKBOX_SIZE)
-            .attr("y", top + 14)
-            .attr("text-anchor", "middle")
-            .attr("font-size", "11px")
-            .attr("pointer-events", "none");
-
-        checkbox.on("click", function (d, i) {""",
-    ),
-]
-
-_MODEL_PATCHES: list[Patch] = [
-    _PARAMS,
-    ("LAYER_COLORS = d3.schemeCategory10;", "LAYER_COLORS = params['colours'];"),
-    ("LAYER_COLORS[config.layers[layer] % 10]", "LAYER_COLORS[layer]"),
-    ("const DETAIL_WIDTH = 300;", "const DETAIL_WIDTH = 140 + 2 * params['label_width'];"),
-    ("const DETAIL_BOX_WIDTH = 80;", "const DETAIL_BOX_WIDTH = params['label_width'];"),
-]
-
-_NEURON_PATCHES: list[Patch] = [
-    ("const BOXWIDTH = TEXT_SIZE * 8;", "const BOXWIDTH = params['label_width'];"),
-    ("dotProduct / Math.sqrt(config.vectorSize)", "dotProduct * params['scaling'][config.layer]"),
-    (
-        'layerSelect.append($("<option />").val(i).text(i));',
-        "layerSelect.append($(\"<option />\").val(i).text(params['include_layers'][i]));",
-    ),
-    (
-        'headSelect.append($("<option />").val(i).text(i));',
-        "headSelect.append($(\"<option />\").val(i).text(params['include_heads'][i]));",
-    ),
-]
 
 
 def head_view(
@@ -162,8 +79,8 @@ def head_view(
         "Click a coloured box to hide its head, double-click to see it alone.",
         body,
         params,
-        _UNPACK,
-        bertviz("head_view.js", _HEAD_PATCHES),
+        UNPACK_WEIGHTS,
+        script("head_view.js"),
         min_width=max(115 + 2 * label_width, 20 * len(picked.heads)),
     )
     return View(title, page, round(22.5 * len(picked.labels)) + 110)
@@ -215,8 +132,8 @@ def model_view(
         "Click a head to enlarge it, then hover a word on its left.",
         '<div id="view"><div id="vis"></div></div>',
         params,
-        _UNPACK,
-        bertviz("model_view.js", _MODEL_PATCHES),
+        UNPACK_WEIGHTS,
+        script("model_view.js"),
         min_width=970,
     )
     thumbnails = len(picked.layers) * (7 * 12 / total * len(picked.labels) + 10) + 38
@@ -246,8 +163,11 @@ def neuron_view(
     """
     picked = Selection.of(cap, layer, head, "token", text, _WIDEST)
     size = _head_size(picked)
-    refuse_size(picked, "neuron_view", lambda _, __, n: n * (7 * n + 3 * size), max_lines)
+    refuse_size(
+        picked, "neuron_view", lambda _, __, n: n * (7 * n + 3 * size), max_lines, by_word=False
+    )
     label_width = _label_width(picked.labels, size=15, least=120)
+    params = {**_neuron_params(picked), "label_width": label_width}
     title = f"Neuron view: {picked.title}"
     body = (
         '<div id="view"><span class="dropdown-label">Layer: </span><select id="layer"></select> '
@@ -256,20 +176,22 @@ def neuron_view(
     )
     page = bertviz_page(
         title,
-        "Hover a word on the left; its + shows how its query meets each key.",
+        "Hover a word on the left; its + shows how its query meets each key. q ∙ k is shown scaled "
+        f"({_read(params['scaling'])}), and Softmax is made of what is shown.",
         body,
-        {**_neuron_params(picked), "label_width": label_width},
-        _UNPACK_NEURONS,
-        bertviz("neuron_view.js", _NEURON_PATCHES),
+        params,
+        UNPACK_NEURONS,
+        script("neuron_view.js"),
         min_width=780 + 2 * label_width,
     )
     return View(title, page, 26 * len(picked.labels) + 170)
 
 
 def _weights_params(picked: Selection) -> dict[str, Any]:
-    """What the head and the model view have in common; `_UNPACK` says how weights are packed."""
-    rounded = torch.stack([picked.weights(layer) for layer in picked.layers])  # (L, h, N, N)
-    rounded = (rounded * _STEPS).round().int()
+    """What the head and the model view share; `UNPACK_WEIGHTS` says how weights are packed."""
+    rounded = torch.stack(  # (L, h, N, N)
+        [(picked.weights(layer) * STEPS).round().int() for layer in picked.layers]
+    )
     lower = not torch.triu(rounded, 1).any()
     kept = torch.ones_like(rounded[0, 0], dtype=torch.bool)
     packed = rounded[..., kept.tril() if lower else kept]  # (L, h, pairs)
@@ -312,6 +234,10 @@ def _neuron_params(picked: Selection) -> dict[str, Any]:
             ["".join("01"[key] for key in row) for row in one.allowed.tolist()] for one in found
         ],
     }
+
+
+def _read(numbers: list[float]) -> str:
+    return " or ".join(f"× {number:.4g}" for number in dict.fromkeys(numbers))
 
 
 def _head_size(picked: Selection) -> int:

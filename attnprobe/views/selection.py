@@ -61,8 +61,15 @@ class Selection:
         return ", ".join([name, *parts] if name else parts)
 
     def attention(self, layer: int) -> Attention:
-        """The chosen heads of one layer, by token."""
-        return Attention.of(self.cap, layer, self.heads, self.text)
+        """The chosen heads of one layer, by token.
+
+        Raises:
+            NonFiniteError: a row of weights does not sum to 1.
+        """
+        found = Attention.of(self.cap, layer, self.heads, self.text)
+        if not ((found.weights.sum(-1) - 1).abs() < 1e-6).all():  # written so that NaN fails
+            raise NonFiniteError(f"the weights of layer {layer} do not sum to 1 along each row")
+        return found
 
     def weights(self, layer: int) -> Tensor:
         """The weights of the chosen heads of one layer, by token or word, (h, N, N) float64.
@@ -71,11 +78,7 @@ class Selection:
             NonFiniteError: a row does not sum to 1.
         """
         found = self.attention(layer).weights
-        if self.by == "word":
-            found = to_words(found, self.cap.words_of(self.text))
-        if not ((found.sum(-1) - 1).abs() < 1e-6).all():  # written so that NaN fails
-            raise NonFiniteError(f"the weights of layer {layer} do not sum to 1 along each row")
-        return found
+        return to_words(found, self.cap.words_of(self.text)) if self.by == "word" else found
 
 
 def pairs(count: int, causal: bool) -> int:
@@ -83,8 +86,12 @@ def pairs(count: int, causal: bool) -> int:
     return count * (count + 1) // 2 if causal else count * count
 
 
-def refuse_size(picked: Selection, view: str, drawn: Drawn, max_lines: int) -> None:
+def refuse_size(
+    picked: Selection, view: str, drawn: Drawn, max_lines: int, *, by_word: bool = True
+) -> None:
     """Refuse what a browser would choke on, and say what it can draw.
+
+    `by_word` says whether the view can show words.
 
     Raises:
         InputError: more than `max_lines` lines.
@@ -95,7 +102,8 @@ def refuse_size(picked: Selection, view: str, drawn: Drawn, max_lines: int) -> N
         return
     fits = []
     words = len(picked.cap.words_of(picked.text).words)
-    if picked.by == "token" and words < count and drawn(layers, heads, words) <= max_lines:
+    shorter = by_word and picked.by == "token" and words < count
+    if shorter and drawn(layers, heads, words) <= max_lines:
         fits.append(f"by='word' ({_counted(words, 'word')})")
     if some := _most(lambda some: drawn(some, heads, count) <= max_lines, layers - 1):
         fits.append(f"at most {_counted(some, 'layer')}")
