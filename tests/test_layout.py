@@ -35,6 +35,7 @@ ORDER = [
     "views.libraries",
     "views.scripts",
     "views.page",
+    "views.still",
     "views.selection",
     "views.bertviz",
     "cli",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ HOSTILE = [
     "PYTHON_PARAMS",
     "a\u2028b",
     "x\u202egpj.exe",
+    "\uffff",
 ]
 
 
@@ -287,6 +289,24 @@ def test_views_on_one_page_do_not_meet(cap, bidirectional, show):
     assert seen[1].count() == 11
 
 
+def test_a_still_picture_is_left_where_nothing_may_run(cap, show):
+    for view in every_view(cap):
+        tab = show(f"<!DOCTYPE html><body>{view._repr_html_()}")
+        picture = tab.page.locator("img")
+        assert not picture.is_visible()
+        # What JupyterLab and others take out of a notebook that is not trusted.
+        tab.page.evaluate("document.querySelectorAll('style, iframe').forEach(one => one.remove())")
+        assert picture.is_visible()
+        assert picture.evaluate("one => one.decode().then(() => one.naturalWidth)") > 300
+        assert len(view.still) < 200_000
+
+
+def test_the_still_picture_holds_the_strongest_weights(cap):
+    still = ap.head_view(cap, layer=1, head=3).still
+    assert still.count("M") == (ap.weights(cap, 1, 3) >= 0.05).sum()
+    assert ap.model_view(cap).still.count("M") == (all_weights(cap) >= 0.05).sum()
+
+
 def test_hostile_text_shows_as_itself_and_runs_nothing(gpt2, show):
     cap = ap.capture(gpt2(), IDS)
     words = replace(cap.words[0], tokens=tuple(HOSTILE))
@@ -303,6 +323,7 @@ def test_hostile_text_shows_as_itself_and_runs_nothing(gpt2, show):
             assert set(whole) <= set(seen)
             assert frame.evaluate("window.ran") is None
             assert frame.locator("img, svg svg").count() == 0
+            ElementTree.fromstring(view.still)
             assert "</title><img src=x>" in frame.locator("header").text_content()
 
 

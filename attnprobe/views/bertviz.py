@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from attnprobe.errors import InputError
-from attnprobe.recompute import By, Which
+from attnprobe.recompute import Attention, By, Which
 from attnprobe.records import Capture
 from attnprobe.views.colours import colours
 from attnprobe.views.labels import columns_of
 from attnprobe.views.page import View, bertviz_page
 from attnprobe.views.scripts import STEPS, UNPACK_NEURONS, UNPACK_WEIGHTS, script
 from attnprobe.views.selection import Selection, pairs, refuse_size
+from attnprobe.views.still import grid, one_panel
 
 HEAD_LINES = 120_000
 """The most lines that `head_view` draws unless told otherwise: 12 heads at 100 tokens."""
@@ -63,12 +64,14 @@ def head_view(
     """
     picked = Selection.of(cap, layer, head, by, text, _WIDEST)
     refuse_size(picked, "head_view", lambda _, heads, n: heads * pairs(n, cap.causal), max_lines)
+    weights = picked.weights()  # (L, h, N, N)
     label_width = _label_width(picked.labels, size=15, least=110)
+    by_head = colours(len(picked.heads))
     params = {
-        **_weights_params(picked),
+        **_weights_params(picked, weights),
         "layer": None,
         "heads": None,
-        "colours": colours(len(picked.heads)),
+        "colours": by_head,
         "label_width": label_width,
     }
     body = '<div id="view">Layer: <select id="layer"></select><div id="vis"></div></div>'
@@ -83,7 +86,8 @@ def head_view(
         script("head_view.js"),
         min_width=max(115 + 2 * label_width, 20 * len(picked.heads)),
     )
-    return View(title, page, round(22.5 * len(picked.labels)) + 110)
+    still = one_panel(f"layer {picked.layers[0]}", picked.labels, label_width, weights[0], by_head)
+    return View(title, page, round(22.5 * len(picked.labels)) + 110, still)
 
 
 def model_view(
@@ -118,12 +122,14 @@ def model_view(
         lambda layers, heads, n: layers * heads * pairs(n, cap.causal),
         max_lines,
     )
+    weights = picked.weights()  # (L, h, N, N)
     total = cap.call(picked.layers[0]).heads
+    by_layer = colours(len(picked.layers))
     params = {
-        **_weights_params(picked),
+        **_weights_params(picked, weights),
         "display_mode": "light",
         "total_heads": total,
-        "colours": colours(len(picked.layers)),
+        "colours": by_layer,
         "label_width": _label_width(picked.labels, size=13, least=80),
     }
     title = f"Model view: {picked.title}"
@@ -138,7 +144,12 @@ def model_view(
     )
     thumbnails = len(picked.layers) * (7 * 12 / total * len(picked.labels) + 10) + 38
     detail = 18 * len(picked.labels) + 55
-    return View(title, page, round(max(thumbnails, detail)) + 70)
+    still = grid(
+        weights,
+        [[f"{layer}.{head}" for head in picked.heads] for layer in picked.layers],
+        by_layer,
+    )
+    return View(title, page, round(max(thumbnails, detail)) + 70, still)
 
 
 def neuron_view(
@@ -167,7 +178,8 @@ def neuron_view(
         picked, "neuron_view", lambda _, __, n: n * (7 * n + 3 * size), max_lines, by_word=False
     )
     label_width = _label_width(picked.labels, size=15, least=120)
-    params = {**_neuron_params(picked), "label_width": label_width}
+    found = [picked.attention(one) for one in picked.layers]
+    params = {**_neuron_params(picked, found), "label_width": label_width}
     title = f"Neuron view: {picked.title}"
     body = (
         '<div id="view"><span class="dropdown-label">Layer: </span><select id="layer"></select> '
@@ -184,14 +196,19 @@ def neuron_view(
         script("neuron_view.js"),
         min_width=780 + 2 * label_width,
     )
-    return View(title, page, 26 * len(picked.labels) + 170)
-
-
-def _weights_params(picked: Selection) -> dict[str, Any]:
-    """What the head and the model view share; `UNPACK_WEIGHTS` says how weights are packed."""
-    rounded = torch.stack(  # (L, h, N, N)
-        [(picked.weights(layer) * STEPS).round().int() for layer in picked.layers]
+    still = one_panel(
+        f"layer {picked.layers[0]}, head {picked.heads[0]}",
+        picked.labels,
+        label_width,
+        found[0].weights[:1],
+        colours(1),
     )
+    return View(title, page, 26 * len(picked.labels) + 170, still)
+
+
+def _weights_params(picked: Selection, weights: Tensor) -> dict[str, Any]:
+    """What the head and the model view share; `UNPACK_WEIGHTS` says how weights are packed."""
+    rounded = (weights * STEPS).round().int()  # (L, h, N, N)
     lower = not torch.triu(rounded, 1).any()
     kept = torch.ones_like(rounded[0, 0], dtype=torch.bool)
     packed = rounded[..., kept.tril() if lower else kept]  # (L, h, pairs)
@@ -211,8 +228,7 @@ def _weights_params(picked: Selection) -> dict[str, Any]:
     }
 
 
-def _neuron_params(picked: Selection) -> dict[str, Any]:
-    found = [picked.attention(layer) for layer in picked.layers]
+def _neuron_params(picked: Selection, found: list[Attention]) -> dict[str, Any]:
     shown = {
         "left_text": picked.labels,
         "right_text": picked.labels,

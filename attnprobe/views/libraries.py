@@ -12,6 +12,12 @@ from attnprobe.errors import AttnprobeError
 Patch = tuple[str, str]
 """A piece of a script that must stand in it exactly once, and what goes in its place."""
 
+# Releases that hold what the views need.
+_KNOWN = {
+    one.split("==")[0]: one
+    for one in ("bertviz==1.4.1", "mpld3==0.5.12", "XStatic-jQuery==3.7.1.1")
+}
+
 
 def d3() -> str:
     """d3 5.7.0, the version that BertViz asks for, as mpld3 ships it."""
@@ -43,7 +49,7 @@ def patched(script: str, patches: Sequence[Patch], name: str) -> str:
         if count != 1:
             raise AttnprobeError(
                 f"{name} {version('bertviz')} is not the script that this view was made for: it "
-                f"holds {old!r} {count} times, expected once. Install bertviz==1.4.1"
+                f"holds {old!r} {count} times, expected once. Install {_KNOWN['bertviz']}"
             )
         script = script.replace(old, new)
     return script
@@ -57,7 +63,7 @@ def _script(package: str, path: str) -> str:
         script = found.read_text(encoding="utf-8")
     except (PackageNotFoundError, OSError) as error:
         raise AttnprobeError(
-            f"a view needs {path} from the package {package}: pip install {package}"
+            f"a view needs {path}, as {_KNOWN[package]} has it: pip install {_KNOWN[package]}"
         ) from error
     if "</script" in script.lower():  # it would end the page's script there
         raise AttnprobeError(f"{path} from {package} cannot stand in a page: it holds </script")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 from collections.abc import Mapping
@@ -30,11 +31,13 @@ class View:
         title: what it shows.
         html: the page, in one piece: it needs no network and no other file.
         height: how high it is drawn, in pixels.
+        still: an SVG picture, for where scripts do not run.
     """
 
     title: str
     html: str = field(repr=False)
     height: int = field(repr=False)
+    still: str = field(repr=False)
 
     def save(self, path: str | Path) -> None:
         """Write the page to a file, in full or not at all.
@@ -45,12 +48,20 @@ class View:
         write(Path(path), self.html)
 
     def _repr_html_(self) -> str:
-        """The page inside a frame: apart from the notebook, and from other views in it."""
+        """The page inside a frame: apart from the notebook, and from other views in it.
+
+        Where a notebook is not trusted, what may run is taken out of it: the style and the frame,
+        and what the style hid, the still picture, is left.
+        """
+        title = html.escape(self.title)
         inside = self.html.replace("&", "&amp;").replace('"', "&quot;")
-        height = min(self.height, _HIGHEST)
+        picture = base64.b64encode(self.still.encode()).decode()
         return (
-            f'<iframe title="{html.escape(self.title)}" sandbox="allow-scripts" '
-            f'style="width: 100%; height: {height}px; border: 0" srcdoc="{inside}"></iframe>'
+            "<style>.attnprobe-still { display: none }</style>"
+            f'<iframe title="{title}" sandbox="allow-scripts" srcdoc="{inside}" '
+            f'style="width: 100%; height: {min(self.height, _HIGHEST)}px; border: 0"></iframe>'
+            f'<img class="attnprobe-still" alt="{title}" '
+            f'src="data:image/svg+xml;base64,{picture}">'
         )
 
 

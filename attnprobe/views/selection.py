@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from attnprobe.errors import InputError, NonFiniteError
@@ -71,13 +72,13 @@ class Selection:
             raise NonFiniteError(f"the weights of layer {layer} do not sum to 1 along each row")
         return found
 
-    def weights(self, layer: int) -> Tensor:
-        """The weights of the chosen heads of one layer, by token or word, (h, N, N) float64.
+    def weights(self) -> Tensor:
+        """The weights of the chosen layers and heads, by token or word, (L, h, N, N) float64.
 
         Raises:
             NonFiniteError: a row does not sum to 1.
         """
-        found = self.attention(layer).weights
+        found = torch.stack([self.attention(layer).weights for layer in self.layers])
         return to_words(found, self.cap.words_of(self.text)) if self.by == "word" else found
 
 
