@@ -34,8 +34,8 @@ def gpt2() -> Callable[..., GPT2LMHeadModel]:
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not longer: it holds an event loop that others may want to start
 def browser() -> Iterator[Browser]:
-    """One headless Chromium for all tests of pages."""
+    """One headless Chromium for a module's tests of pages."""
     with chromium() as started:
         yield started

@@ -120,6 +120,12 @@ def visible_lines(tab: Tab, within: str = "svg") -> int:
     )
 
 
+def opacities(tab: Tab, selector: str) -> list[float]:
+    return tab.page.eval_on_selector_all(
+        selector, "all => all.map(one => +getComputedStyle(one).opacity)"
+    )
+
+
 def texts(tab: Tab, selector: str) -> list[str]:
     return tab.page.eval_on_selector_all(selector, "all => all.map(one => one.textContent)")
 
@@ -141,16 +147,14 @@ def test_head_view_shows_a_hovered_words_lines_both_ways(cap, show):
     assert visible_lines(tab) == (weights > 0).sum()
     tab.page.locator("#left text").nth(6).hover()
     assert visible_lines(tab) == (weights[:, 6] > 0).sum()
-    opacities = tab.page.eval_on_selector_all(
-        "#right .attentionBoxes > g:first-child rect", "all => all.map(one => +one.style.opacity)"
+    assert opacities(tab, "#right .attentionBoxes > g:first-child rect") == pytest.approx(
+        weights[0, 6].tolist()
     )
-    assert opacities == pytest.approx(weights[0, 6].tolist())
     tab.page.locator("#right text").nth(3).hover()
     assert visible_lines(tab) == (weights[:, :, 3] > 0).sum()
-    opacities = tab.page.eval_on_selector_all(
-        "#left .attentionBoxes > g:first-child rect", "all => all.map(one => +one.style.opacity)"
+    assert opacities(tab, "#left .attentionBoxes > g:first-child rect") == pytest.approx(
+        weights[0, :, 3].tolist()
     )
-    assert opacities == pytest.approx(weights[0, :, 3].tolist())
 
 
 def test_head_view_changes_layer_and_hides_heads(cap, show):
@@ -241,10 +245,7 @@ def test_neuron_view_weights_are_the_softmax_of_its_scores(model, request, show)
     allowed = expected[7] > 0
     scores = numbers(tab, "#dotproducts rect")[allowed]
     assert (scores - ap.scores(cap, 1, 5)[7][allowed]).abs().max() < 1e-3
-    opacities = tab.page.eval_on_selector_all(
-        "#expanded #rightText .highlight", "all => all.map(one => +one.style.opacity)"
-    )
-    shown = torch.tensor(opacities, dtype=torch.float64)
+    shown = torch.tensor(opacities(tab, "#expanded #rightText .highlight"), dtype=torch.float64)
     assert torch.allclose(shown[allowed], torch.softmax(scores, 0), atol=1e-6)
     assert not shown[~allowed].any()
 
@@ -355,9 +356,13 @@ def test_long_words_are_cut_and_wide_ones_have_room(gpt2, show):
     assert min(boxes) >= 0
 
 
-def test_as_many_colours_as_heads():
+def test_as_many_colours_as_heads_and_layers(gpt2, show):
     for count in (1, 10, 12, 32, 64):
         assert len(set(colours(count))) == count
+    cap = ap.capture(gpt2(n_layer=12, n_head=12), IDS[:2])
+    strokes = "all => new Set(all.map(one => one.getAttribute('stroke'))).size"
+    for view in (ap.head_view(cap), ap.model_view(cap)):
+        assert show(view).page.eval_on_selector_all("svg line", strokes) == 12
 
 
 def test_save_writes_in_full_or_not_at_all(cap, tmp_path):

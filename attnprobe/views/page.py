@@ -57,7 +57,7 @@ class View:
         inside = self.html.replace("&", "&amp;").replace('"', "&quot;")
         picture = base64.b64encode(self.still.encode()).decode()
         return (
-            "<style>.attnprobe-still { display: none }</style>"
+            "<style>.attnprobe-still { display: none !important }</style>"  # Jupyter styles img
             f'<iframe title="{title}" sandbox="allow-scripts" srcdoc="{inside}" '
             f'style="width: 100%; height: {min(self.height, _HIGHEST)}px; border: 0"></iframe>'
             f'<img class="attnprobe-still" alt="{title}" '

@@ -53,7 +53,6 @@ _PATCHES: dict[str, list[Patch]] = {
         ("const BOXWIDTH = 110;", "const BOXWIDTH = params['label_width'];"),
         # Rows without their masked end.
         ("return mat[0].map(", "return mat[mat.length - 1].map("),
-        ("return row[i];", "return row[i] || 0;"),
         ("return d[index];", "return d[index] || 0;"),
         (
             'checkbox.on("click", function (d, i) {',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 LINES = 3_000
-"""The most lines in a picture: the strongest weights."""
+"""The most lines in a picture, the strongest weights; more only where the weakest are equal."""
 
 _STEP = 18  # pixels from a word to the next
 _LEVELS = 10  # of opacity
@@ -89,7 +90,7 @@ def _drawn(panel: Panel, least: float) -> str:
     """A panel's lines of weights of at least `least`: a path for each head and opacity."""
     size = panel.weights.shape[-1]
     x, step = panel.x, panel.height / size
-    levels = (panel.weights * _LEVELS).ceil().int()  # (h, N, N)
+    levels = (panel.weights * _LEVELS).ceil().clamp(max=_LEVELS)  # (h, N, N)
     paths = [
         f'<text x="{x + panel.width / 2:g}" y="{panel.y - 8:g}" text-anchor="middle" '
         f'font-size="11">{_text(panel.title)}</text>'
@@ -104,8 +105,10 @@ def _drawn(panel: Panel, least: float) -> str:
                 for query, key in pairs
             )
             if pairs:
-                opacity = level / _LEVELS
-                paths.append(f'<path stroke="{colour}" stroke-opacity="{opacity}" d="{lines}"/>')
+                opacity = level / _LEVELS / math.sqrt(len(panel.colours))
+                paths.append(
+                    f'<path stroke="{colour}" stroke-opacity="{opacity:.2g}" d="{lines}"/>'
+                )
     return "".join(paths)
 
 
