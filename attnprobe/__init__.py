@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from attnprobe.verification import verify
     from attnprobe.views.bertviz import head_view, model_view, neuron_view
     from attnprobe.views.page import View
+    from attnprobe.views.plots import heatmap, heatmap_grid
     from attnprobe.walking import Walkthrough, walkthrough
 
 __version__ = "0.1.0"
@@ -35,6 +36,8 @@ __all__ = [
     "attended_by",
     "capture",
     "head_view",
+    "heatmap",
+    "heatmap_grid",
     "load",
     "model_view",
     "neuron_view",
@@ -61,6 +64,7 @@ _HOMES = {
     "verification": ("verify",),
     "views.bertviz": ("head_view", "model_view", "neuron_view"),
     "views.page": ("View",),
+    "views.plots": ("heatmap", "heatmap_grid"),
     "walking": ("Walkthrough", "walkthrough"),
 }
 

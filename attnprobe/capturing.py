@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnprobe.encoding import encode
 from attnprobe.errors import InputError, ModelError, NonFiniteError
-from attnprobe.hooks import probe
+from attnprobe.hooks import watched
 from attnprobe.models import as_language_model
 from attnprobe.records import Capture, LanguageModel
 
@@ -35,15 +35,16 @@ def capture(
 
     Raises:
         InputError: no text, an empty one, or one longer than the model's positions; ids outside
-            the vocabulary; a model in train mode with dropout.
-        ModelError: no attention call was seen.
+            the vocabulary; a model in train mode with dropout; autocast.
+        ModelError: no attention call was seen; no output for each token; no model for token ids.
         NonFiniteError: NaN or infinity in the weights or in what was computed.
     """
     lm = as_language_model(lm)
     model = lm.model
     _refuse_dropout(model)
+    _refuse_autocast(model)
     batch = encode(lm, text, padding_side)
-    with torch.no_grad(), probe(model) as calls:
+    with torch.no_grad(), watched(model) as (calls, unseen):
         outputs = model(**batch.inputs)
     if not calls:
         raise ModelError(
@@ -57,17 +58,28 @@ def capture(
         padding=batch.padding,
         words=batch.words,
         calls=tuple(calls),
-        output=output_of(outputs).detach(),
+        output=output_of(outputs, model, batch.padding).detach(),
+        unseen=tuple(unseen),
         inputs=batch.inputs,
     )
     _refuse_nonfinite(cap)
     return cap
 
 
-def output_of(outputs: Any) -> Tensor:
-    """A forward's logits, or its last hidden state where it has no language-model head."""
-    output: Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
-    return output
+def output_of(outputs: Any, model: nn.Module, padding: Tensor) -> Tensor:
+    """A forward's logits, (B, T, V), or its last hidden state where it has no language-model head.
+
+    Raises:
+        ModelError: it has neither for each token.
+    """
+    for name in ("logits", "last_hidden_state", "prediction_logits"):
+        output = getattr(outputs, name, None)
+        if isinstance(output, Tensor) and output.dim() == 3 and output.shape[:2] == padding.shape:
+            return output
+    raise ModelError(
+        f"{type(model).__name__} gives neither logits nor a hidden state for each token: use its "
+        "language model or its base model, and return_dict=True"
+    )
 
 
 def _refuse_dropout(model: nn.Module) -> None:
@@ -79,6 +91,15 @@ def _refuse_dropout(model: nn.Module) -> None:
                 f"the model is in train mode with dropout {rate} at {name}: its attention would "
                 "be random. Call model.eval() first"
             )
+
+
+def _refuse_autocast(model: nn.Module) -> None:
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if torch.is_autocast_enabled(device.type):
+        raise InputError(
+            "autocast is on: kernels would cast what they are given, unseen. Capture outside of "
+            "it, with the model loaded in the dtype you want"
+        )
 
 
 def _refuse_nonfinite(cap: Capture) -> None:

@@ -14,23 +14,28 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnprobe.formula import arithmetic, tiles
+from attnprobe.formula import Tile, tiles
 from attnprobe.masks import MaskRule, disagreement
 from attnprobe.projections import merged, projected
 from attnprobe.records import AttentionCall
 from attnprobe.report import Row
 
-NO_RULE = "the mask was given whole by the caller, so there are no facts to rebuild it from"
+NO_RULE = "the mask's rule is not known: it was not given as one row of 0 and 1 for each text"
+
+_EMPTY = "{} in {} may round these scores so far that the output could be any of the values'"
 
 
 def _projection(call: AttentionCall) -> list[Row]:
     """X·W + b against query, key and value; a row per head, the worst of its three."""
-    expected = projected(call, arithmetic(call.dtype, call.kernel))
+    expected = projected(call)
     if isinstance(expected, str):
         return [Row("projection", call.layer, None, reason=expected)]
     worst = _Worst(call.heads, call.query.device)
+    offset = call.expected_mask.offset if call.expected_mask is not None else 0
     for name, (want, bound) in expected.items():
-        got = getattr(call, name)[:, :, -want.shape[2] :]  # a cache's keys stand before our own
+        # A cache's keys stand before this forward's own, and a static cache's room behind them.
+        first = 0 if name == "query" else offset
+        got = getattr(call, name)[:, :, first : first + want.shape[2]]
         repeats = call.heads // got.shape[1]
         error = (got.double() - want).abs().repeat_interleave(repeats, 1)
         worst.update(error, bound.repeat_interleave(repeats, 1))
@@ -42,9 +47,18 @@ def _mask(call: AttentionCall) -> list[Row]:
 
     The error is 1 if any entry differs, else 0: there is nothing to round in a mask.
     """
-    rule = call.expected_mask
-    if rule is None:
+    if call.expected_mask is None:
         return [Row("mask", call.layer, None, reason=NO_RULE)]
+    reason = _mask_difference(call)
+    if reason and not call.facts_known:
+        return [Row("mask", call.layer, None, reason=f"{_unknown_type(call)}: {reason}")]
+    return [Row("mask", call.layer, None, float(bool(reason)), 0.0, reason)]
+
+
+def _mask_difference(call: AttentionCall) -> str:
+    """Where the mask that the kernel went by differs from the rebuilt one; empty if nowhere."""
+    rule = call.expected_mask
+    assert rule is not None
     different, first = 0, ""
     for start, stop in _row_blocks(call):
         allowed = rule.allowed(start, stop, device=call.query.device, keys=rule.keys)
@@ -54,8 +68,19 @@ def _mask(call: AttentionCall) -> list[Row]:
             where = differs.nonzero()[0].tolist()
             first = f"first at query {start + where[2]}, key {where[3]}"
         different += int(differs.sum())
-    reason = f"{different} entries differ, {first}" if different else ""
-    return [Row("mask", call.layer, None, float(different > 0), 0.0, reason)]
+    return f"{different} mask entries differ from the rule, {first}" if different else ""
+
+
+def _scaling_difference(call: AttentionCall) -> str:
+    """How the scale that the model passed differs from the expected one; empty if not."""
+    if math.isclose(call.scaling, call.expected_scaling, rel_tol=1e-6):
+        return ""
+    return f"the model scales by {call.scaling:.6g}, expected {call.expected_scaling:.6g}"
+
+
+def _unknown_type(call: AttentionCall) -> str:
+    kind = getattr(getattr(call.module, "config", None), "model_type", "this model")
+    return f"whether {kind} has rules of its own is not known"
 
 
 def _mask_used(call: AttentionCall, start: int, stop: int) -> Tensor:
@@ -96,41 +121,54 @@ def _compare_tiles(check: str, call: AttentionCall) -> list[Row]:
     reason = unheld(call)
     if reason:
         return [Row(check, call.layer, None, reason=reason)]
-    rule = call.expected_mask
-    assert rule is not None
-    assert call.head_output_model is not None
+    assert call.expected_mask is not None
     worst = _Worst(call.heads, call.query.device)
+    largest = _largest_error(call)
     for tile in tiles(
         call.query,
         call.key,
         call.value,
-        rule,
+        call.expected_mask,
         call.expected_scaling,
-        rounding=arithmetic(call.dtype, call.kernel),
+        rounding=call.rounding,
     ):
-        assert tile.weights_bound is not None
-        assert tile.output_bound is not None
         seen = tile.seen[..., None]  # (B, 1, t, 1)
         if check == "output":
+            assert call.head_output_model is not None
+            assert tile.output_bound is not None
             got = call.head_output_model[:, tile.start : tile.stop].transpose(1, 2)
             worst.update((got.double() - tile.output).abs(), tile.output_bound, seen)
+            worst.count_empty(tile.output_bound >= largest, seen)
         else:
-            assert call.weights_model is not None
-            got = call.weights_model[:, :, tile.start : tile.stop]  # (B, H, t, S)
-            reach = tile.weights.shape[-1]
-            near, past = got[..., :reach], got[..., reach:]
-            worst.update((near.double() - tile.weights).abs(), tile.weights_bound, seen)
-            if past.shape[-1]:  # past the diagonal the weights are exactly 0
-                worst.update(past.double().abs(), torch.zeros_like(past, dtype=torch.float64), seen)
-    reason = ""
-    if not math.isclose(call.scaling, call.expected_scaling, rel_tol=1e-6):
-        reason = f"the model scales by {call.scaling:.6g}, expected {call.expected_scaling:.6g}"
-    return worst.rows(check, call, reason)
+            _compare_weights(call, tile, worst)
+    return worst.rows(check, call, _scaling_difference(call))
+
+
+def _compare_weights(call: AttentionCall, tile: Tile, worst: _Worst) -> None:
+    assert call.weights_model is not None
+    assert tile.weights_bound is not None
+    seen = tile.seen[..., None]
+    got = call.weights_model[:, :, tile.start : tile.stop]  # (B, H, t, S)
+    reach = tile.weights.shape[-1]
+    near, past = got[..., :reach], got[..., reach:]
+    worst.update((near.double() - tile.weights).abs(), tile.weights_bound, seen)
+    if past.shape[-1]:  # past the diagonal the weights are exactly 0
+        worst.update(past.double().abs(), torch.zeros_like(past, dtype=torch.float64), seen)
+
+
+def _largest_error(call: AttentionCall) -> Tensor:
+    """2·max|v|, (B, H, 1, Dv): no mean of the values can be further off, whatever the weights.
+
+    Infinite where all values are 0, and so is the output.
+    """
+    largest = 2 * call.value.double().abs().amax(2, keepdim=True)  # (B, Hkv, 1, Dv)
+    largest = largest.masked_fill(largest == 0, math.inf)
+    return largest.repeat_interleave(call.heads // call.value.shape[1], 1)
 
 
 def _merge(call: AttentionCall) -> list[Row]:
     """heads · W_O + b against the attention module's output; one row."""
-    expected = merged(call, arithmetic(call.dtype, call.kernel))
+    expected = merged(call)
     if isinstance(expected, str):
         return [Row("merge", call.layer, None, reason=expected)]
     assert call.attention_output is not None
@@ -147,6 +185,8 @@ class _Worst:
         self.ratio = torch.full((heads,), -1.0, dtype=torch.float64, device=device)
         self.error = torch.zeros_like(self.ratio)
         self.bound = torch.zeros_like(self.ratio)
+        self.empty = torch.zeros_like(self.ratio)  # numbers whose bound says nothing
+        self.count = torch.zeros_like(self.ratio)
 
     def update(self, error: Tensor, bound: Tensor, seen: Tensor | None = None) -> None:
         """Take in (B, H, …) errors and their bounds, but for rows where `seen` is False."""
@@ -162,14 +202,27 @@ class _Worst:
             for new, old in zip(here, (self.ratio, self.error, self.bound), strict=True)
         )
 
+    def count_empty(self, empty: Tensor, seen: Tensor) -> None:
+        """Take in where, in (B, H, …) numbers, the bound is too wide to say anything."""
+        here = (empty & seen).transpose(0, 1).flatten(1)
+        self.empty += here.sum(-1)
+        self.count += seen.expand_as(empty).transpose(0, 1).flatten(1).sum(-1)
+
     def rows(self, check: str, call: AttentionCall, reason: str = "") -> list[Row]:
-        """A row per head; an error that is not a number counts as infinite."""
-        return [
-            Row(check, call.layer, head, math.inf if math.isnan(error) else error, bound, reason)
-            for head, (error, bound) in enumerate(
-                zip(self.error.tolist(), self.bound.tolist(), strict=True)
+        """A row per head; an error that is not a number counts as infinite.
+
+        A head within its bounds, most of which say nothing, is not checked.
+        """
+        rows = []
+        for head in range(len(self.error)):
+            error, bound = self.error[head].item(), self.bound[head].item()
+            row = Row(
+                check, call.layer, head, math.inf if math.isnan(error) else error, bound, reason
             )
-        ]
+            if row.verdict == "verified" and self.empty[head] > self.count[head] / 2:
+                row = Row(check, call.layer, head, reason=_EMPTY.format(call.kernel, call.dtype))
+            rows.append(row)
+        return rows
 
 
 def unheld(call: AttentionCall) -> str:
@@ -180,6 +233,10 @@ def unheld(call: AttentionCall) -> str:
         return f"the formula here has no {', '.join(call.terms)}"
     if call.dropout:
         return f"dropout of {call.dropout} was on, so the weights were random"
+    if not call.facts_known:
+        difference = _scaling_difference(call) or _mask_difference(call)
+        if difference:
+            return f"{_unknown_type(call)}: {difference}"
     return ""
 
 

@@ -8,6 +8,7 @@ not wait for it.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 SENTENCE = "The children were playing in the green park"
 
 _VERDICTS = {"verified": 0, "mismatch": 1, "not_checked": 2}
-_BAD_INPUT, _BUG, _READER_GONE = 2, 70, 141
+_BAD_INPUT, _BUG, _INTERRUPTED, _READER_GONE = 2, 70, 130, 141
 
 app = typer.Typer(
     add_completion=False,
@@ -211,8 +212,11 @@ def walk(
 
 def main() -> None:
     """Run the command line; the entry point of the script `attnprobe`."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller: print into nothing
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (open to the end)
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # tokens on an ASCII terminal
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -220,9 +224,20 @@ def main() -> None:
         os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         app()
-    except Exception:  # noqa: BLE001  (a crash must not leave with 1, which means mismatch)
+    except Exception as error:  # noqa: BLE001  (a crash must not leave with 1: that is a mismatch)
+        # transformers' lazy imports wrap whatever interrupts them in an error of their own.
+        if _interrupted(error):
+            sys.exit(_INTERRUPTED)
         traceback.print_exc()
         sys.exit(_BUG)
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextmanager
@@ -238,6 +253,12 @@ def _exits() -> Iterator[None]:
         # What is still buffered goes nowhere, else Python complains about it on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(_READER_GONE) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print("attnprobe: cannot write the output: no space is left", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(_BAD_INPUT) from None
 
 
 def _checks(names: str | None) -> list[str] | None:
@@ -313,9 +334,12 @@ def _check_target(
             raise InputError("parquet needs pyarrow: pip install 'attnprobe[parquet]'")
     if out is None:
         return
-    if not out.parent.is_dir():
-        raise InputError(f"cannot write {out}: there is no folder {out.parent}")
-    if out.exists() and not out.is_file():
-        raise InputError(f"cannot write {out}: it is not a file")
+    try:
+        if not out.parent.is_dir():
+            raise InputError(f"cannot write {out}: there is no folder {out.parent}")
+        if out.exists() and not out.is_file():
+            raise InputError(f"cannot write {out}: it is not a file")
+    except OSError as error:
+        raise InputError(f"cannot write {out}: {error.strerror}") from None
     if suffixes and out.suffix.lower() not in suffixes:
         raise InputError(f"--out writes a page: expected a name in {suffixes[0]}, got {out.name}")

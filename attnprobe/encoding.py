@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from attnprobe.errors import InputError
+from attnprobe.errors import InputError, ModelError
 from attnprobe.records import LanguageModel
 from attnprobe.spans import refuse_surrogates
 from attnprobe.words import Words, read
@@ -33,6 +33,7 @@ def encode(
     """Tokenize, check and pad.
 
     Raises:
+        ModelError: a model that takes no token ids.
         InputError: no text, an empty one, one longer than the model's positions, text without a
             tokenizer, ids outside the vocabulary, or an encoder-decoder.
     """
@@ -47,21 +48,35 @@ def encode(
     if side not in ("left", "right"):
         raise InputError(f"padding_side must be 'left' or 'right', not {side!r}")
     filler = getattr(lm.tokenizer, "pad_token_id", None) or 0
-    device = next(lm.model.parameters()).device
+    accepted = inspect.signature(lm.model.forward).parameters
+    if "input_ids" not in accepted:
+        raise ModelError(
+            f"{type(lm.model).__name__} takes no token ids: there is no text to give it"
+        )
+    device = next((weight.device for weight in lm.model.parameters()), torch.device("cpu"))
     rows = [torch.tensor(row, device=device) for row in ids]
     input_ids = pad_sequence(rows, batch_first=True, padding_value=filler, padding_side=side)
     marks = [torch.ones_like(row) for row in rows]
     mask = pad_sequence(marks, batch_first=True, padding_value=0, padding_side=side)  # (B, T)
     inputs = {"input_ids": input_ids, "attention_mask": mask}
-    accepted = inspect.signature(lm.model.forward).parameters
     if not mask[:, 0].all() and "position_ids" in accepted:
         # Absolute positions count from a text's first token, not from the padding before it.
-        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0) + _first_position(lm.model)
     words = (read(lm.tokenizer, row, one) for row, one in zip(ids, texts, strict=True))
     return Batch(texts, tuple(words), mask.bool(), inputs)
 
 
+def _first_position(model: nn.Module) -> int:
+    """The position of a text's first token: RoBERTa's and its like count on from the padding's."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            return 0 if module.padding_idx is None else module.padding_idx + 1
+    return 0
+
+
 def _token_ids(lm: LanguageModel, text: Any) -> tuple[tuple[str | None, ...], list[list[int]]]:
+    if isinstance(text, bytes | bytearray):
+        raise InputError("expected text as str, got bytes: decode them first")
     if isinstance(text, str):
         text = [text]
     if isinstance(text, Tensor):
@@ -76,19 +91,23 @@ def _token_ids(lm: LanguageModel, text: Any) -> tuple[tuple[str | None, ...], li
                 raise InputError(f"text {number} is empty: there is nothing to attend to")
             refuse_surrogates(one)
         return tuple(text), [list(lm.tokenizer(one)["input_ids"]) for one in text]
-    if all(isinstance(one, int) for one in text):
+    if all(_is_id(one) for one in text):
         text = [text]
     rows = [row.tolist() if isinstance(row, Tensor) else row for row in text]
-    if not all(
-        isinstance(row, Sequence) and all(isinstance(one, int) for one in row) for row in rows
-    ):
+    if not all(isinstance(row, Sequence) and all(_is_id(one) for one in row) for row in rows):
         raise InputError("expected token ids as whole numbers, one list of them a text")
     return (None,) * len(rows), [list(row) for row in rows]
+
+
+def _is_id(one: object) -> bool:
+    return isinstance(one, int) and not isinstance(one, bool)
 
 
 def _check(lm: LanguageModel, ids: list[list[int]]) -> None:
     config = getattr(lm.model, "config", None)
     limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None:
+        limit -= _first_position(lm.model)
     vocabulary = getattr(config, "vocab_size", None)
     for number, row in enumerate(ids):
         if not row:

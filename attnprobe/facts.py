@@ -17,6 +17,19 @@ from transformers.models.auto.modeling_auto import (
 
 from attnprobe.masks import MaskRule
 
+KNOWN_TYPES = frozenset(
+    {
+        *("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "phi", "gpt_neox"),
+        *("bert", "distilbert", "albert", "roberta"),
+    }
+)
+"""The model types for which the facts below are known to hold, by this project's own tests.
+
+Of these, a scale or mask that is not as the facts say is a mismatch. Of others it may as well be
+that the facts are not all: a query scaled beforehand, a window to both sides, a mask of the model's
+own. There the formula is said not to be checked.
+"""
+
 TERMS = ("softcap", "s_aux", "sinks", "position_bias", "cu_seq_lens_q")
 """Arguments with which a model adds a term that the formula here does not hold."""
 
@@ -66,6 +79,30 @@ def window(config: Any, layer: int) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
+def padding_of(frames: list[dict[str, Any]], kind: str, batch: int, keys: int) -> Tensor | None:
+    """The `attention_mask` of 0 and 1, (B, S or more), that holds for a call.
+
+    Args:
+        frames: the arguments of the models that are running, the outermost first: what the user
+            gave goes before what one part of the model hands to another. In an encoder-decoder each
+            half has padding of its own, and only the innermost frame tells which.
+        kind: "self" or "cross".
+        batch: B.
+        keys: S.
+    """
+    if kind == "cross":
+        return frames[-1].get("encoder_attention_mask") if frames else None
+    if any(frame.get("encoder_decoder") for frame in frames):
+        frames = frames[-1:]
+    given = [frame["attention_mask"] for frame in frames if frame.get("attention_mask") is not None]
+    fitting = [mask for mask in given if _fits(mask, batch, keys)]
+    return fitting[0] if fitting else given[0] if given else None
+
+
+def _fits(padding: Tensor, batch: int, keys: int) -> bool:
+    return padding.dim() == 2 and padding.shape[0] == batch and padding.shape[1] >= keys
+
+
 def mask_rule(
     module: nn.Module,
     config: Any,
@@ -75,7 +112,7 @@ def mask_rule(
     padding: Tensor | None,
     past: int,
 ) -> MaskRule | None:
-    """M's rule for one call, or None where the inputs do not say it (the caller gave a 4-D mask).
+    """M's rule for one call, or None where the inputs do not say it (a mask of more than two axes).
 
     Args:
         module: the attention module.
@@ -88,7 +125,7 @@ def mask_rule(
     """
     batch, queries, keys = shape
     if padding is not None:
-        if padding.dim() != 2 or padding.shape[0] != batch or padding.shape[1] < keys:
+        if not _fits(padding, batch, keys):
             return None
         padding = padding[:, :keys].bool()
     if kind == "cross":

@@ -7,12 +7,14 @@ The bound
 How far may a kernel's result stand from the exact one, if the kernel is right? Write `u` for the
 unit roundoff of the accumulator, `γ(n) = nu / (1 - nu)` for n roundings (Higham, *Accuracy and
 Stability of Numerical Algorithms*, 2nd ed., Lemma 3.1), n for the number of keys a row may attend
-to. Everything below is worst case, for any order of summation; nothing is fitted.
+to. Everything below is worst case, in any order of summation; nothing is fitted. What it takes for
+granted of a kernel stands in `Arithmetic`, `EXP_ULPS` and `BLOCK_KEYS`.
 
 1. Scores. A dot product of length d, scaled, is off by at most γ(d + 8)·|scaling|·|q|·|k|; each
    time a score is stored, it is rounded with the unit `u_s` of the dtype that holds it; softmax
    subtracts the row's largest score, and may change to base 2, with a relative rounding of what it
-   subtracts. Together: |ŝ_j - s_j| ≤ ε_j.
+   subtracts. Products and operands below the smallest normal number may be flushed to zero.
+   Together: |ŝ_j - s_j| ≤ ε_j.
 2. Softmax. An exponential that is right to 20 ulp, a sum of n terms, and a rescaling for each
    further block of keys make a relative error of at most θ in every numerator and in the
    denominator. Perturbed scores change weight j by a factor of at most exp(ε_j)·Σ_k w_k exp(ε_k)
@@ -20,7 +22,8 @@ to. Everything below is worst case, for any order of summation; nothing is fitte
    Higham & Higham, *Accurately computing the log-sum-exp and softmax functions*, IMA J. Numer.
    Anal. 41 (2021), as half-precision scores are not always small perturbations.
 3. Weights are stored with unit `u_w`, and vanish below the smallest number of their dtype.
-4. A V is a sum of n products: γ(n) of Σ_j w_j |v_j|; the output is stored with unit `u_w`.
+4. A V is a sum of n products: γ(n) of Σ_j w_j |v_j|, and what products and operands lose where they
+   are flushed to zero; the output is stored with unit `u_w`.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +48,10 @@ BLOCK_KEYS = 64
 """The fewest keys that fused kernels take in before they rescale what they have summed."""
 
 
+FUSED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+"""transformers' names of the kernels that never store the scores."""
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """How a kernel rounds: unit roundoffs (half the spacing of the numbers just above 1).
@@ -53,7 +61,9 @@ class Arithmetic:
         accumulate: of the sums inside a kernel.
         scores: of the dtype that the scores pass through between q·k and softmax.
         operands: of what a matrix product reads, where that is less than `storage` (TF32); else 0.
-        tiny: what a stored weight may lose by underflow, absolute.
+        tiny: what a stored number may lose by underflow, absolute.
+        tiny_accumulate: the same inside a kernel, where numbers below the smallest normal one may
+            be flushed to zero.
         blocked: softmax goes over the keys in blocks and rescales, as fused kernels do.
     """
 
@@ -62,6 +72,7 @@ class Arithmetic:
     scores: float
     operands: float
     tiny: float
+    tiny_accumulate: float
     blocked: bool
 
 
@@ -70,31 +81,47 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def arithmetic(dtype: torch.dtype, kernel: str) -> Arithmetic:
+def operand_unit(dtype: torch.dtype, device: torch.device) -> float:
+    """With what unit torch rounds a matrix product's operands here and now; 0 if it does not.
+
+    It does so for float32 where the user has allowed TF32 or bfloat16 inside.
+    """
+    if dtype != torch.float32:
+        return 0.0
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    # TF32 is cut off, not rounded.
+    return {"tf32": 2.0**-10, "bf16": 2.0**-8}.get(backend.matmul.fp32_precision, 0.0)
+
+
+def arithmetic(dtype: torch.dtype, kernel: str, operands: float = 0.0) -> Arithmetic:
     """The arithmetic of a kernel that gets operands of a dtype.
 
     Half-precision kernels accumulate in float32. `eager` (plain matmul, softmax, matmul) also
-    stores the scores in the operands' dtype; every fused kernel keeps them in its accumulator.
+    stores the scores in the operands' dtype; the fused kernels keep them in their accumulator. A
+    kernel that is neither is given the room of both.
     """
     storage = unit_roundoff(dtype)
     accumulate = min(storage, unit_roundoff(torch.float32))
-    reduced = {"high": 2.0**-10, "medium": 2.0**-8}  # TF32 (cut off, not rounded), bfloat16
-    operands = reduced.get(torch.get_float32_matmul_precision(), 0.0)
-    eager = "eager" in kernel
+    fused = kernel in FUSED
     info = torch.finfo(dtype)
+    wide = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
     # float16 keeps its subnormals everywhere; the wider dtypes may be flushed to zero.
     tiny = info.smallest_normal * info.eps if dtype == torch.float16 else info.smallest_normal
     return Arithmetic(
         storage=storage,
         accumulate=accumulate,
-        scores=storage if eager else accumulate,
-        operands=operands if dtype == torch.float32 else 0.0,
+        scores=accumulate if fused else storage,
+        operands=operands,
         tiny=tiny,
-        blocked=not eager,
+        tiny_accumulate=wide.smallest_normal,
+        blocked="eager" not in kernel,
     )
 
 
-def gamma(n: int | Tensor, unit: float) -> float | Tensor:
+N = TypeVar("N", float, Tensor)
+
+
+def gamma(n: N, unit: float) -> N:
     """γ(n) = n·u / (1 - n·u): the most that n roundings of unit u can do, relative."""
     return n * unit / (1 - n * unit)
 
@@ -186,48 +213,55 @@ def tiles(
         seen = allowed.any(-1)  # (B, 1, t)
         bounds: tuple[Tensor | None, Tensor | None] = (None, None)
         if rounding is not None:
-            size = abs(scaling) * _by_key_head(
-                q.norm(dim=-1, keepdim=True), k.norm(dim=-1)[..., None, :]
-            )  # (B, H, t, K): |q||k|, at least Σ|q||k| over the head's components
-            bounds = _bounds(s, size, w, o, v, allowed, query.shape[-1], rounding)
+            eps = _score_error(q, k, s, scaling, allowed, rounding)
+            bounds = _bounds(eps, w, o, v, allowed, rounding)
         yield Tile(start, stop, seen, masked, w, o, *bounds)
 
 
+def _score_error(
+    q: Tensor, k: Tensor, s: Tensor, scaling: float, allowed: Tensor, r: Arithmetic
+) -> Tensor:
+    """Step 1 of the module's docstring: ε for each score of a tile, (B, H, t, K); 0 if masked."""
+    u = r.accumulate + unit_roundoff(torch.float64)  # the float64 reference rounds too
+    head_size = q.shape[-1]
+    q_norm, k_norm = q.norm(dim=-1, keepdim=True), k.norm(dim=-1)[..., None, :]
+    # |q||k| is at least Σ|q||k| over the head's components (Cauchy & Schwarz), and costs no product
+    size = _by_key_head(q_norm, k_norm)  # (B, H, t, K)
+    flushed = _by_key_head(torch.ones_like(q_norm), k_norm) + q_norm + 2 * math.sqrt(head_size)
+    product = abs(scaling) * (
+        (gamma(head_size + 8, u) + 2 * r.operands + r.operands**2) * size
+        + r.tiny_accumulate * math.sqrt(head_size) * flushed
+    )
+    before = product + gamma(2, r.scores) * (s.abs() + product)
+    largest = ((s.abs() + before) * allowed).amax(-1, keepdim=True)  # (B, H, t, 1)
+    subtracted = gamma(3, u) * (s.abs() + before + largest)
+    eps: Tensor = (before + subtracted).masked_fill(~allowed, 0.0)
+    return eps
+
+
 def _bounds(
-    s: Tensor,
-    size: Tensor,
-    w: Tensor,
-    o: Tensor,
-    v: Tensor,
-    allowed: Tensor,
-    head_size: int,
-    r: Arithmetic,
+    eps: Tensor, w: Tensor, o: Tensor, v: Tensor, allowed: Tensor, r: Arithmetic
 ) -> tuple[Tensor, Tensor]:
-    """Steps 1 to 4 of the module's docstring: the bounds of a tile's weights and output."""
-    # The float64 reference rounds too: charge its own unit along with the kernel's.
+    """Steps 2 to 4 of the module's docstring: the bounds of a tile's weights and output."""
     u = r.accumulate + unit_roundoff(torch.float64)
-    n = allowed.sum(-1, keepdim=True)  # (B, 1, t, 1): keys a row may attend to
-    top = (s.abs() * allowed).amax(-1, keepdim=True)  # (B, H, t, 1)
-
-    product = (gamma(head_size + 8, u) + 2 * r.operands + r.operands**2) * size
-    stored = gamma(2, r.scores) * (s.abs() + product)
-    shifted = gamma(3, u) * (s.abs() + top)
-    eps = (product + stored + shifted).masked_fill(~allowed, 0.0)  # (B, H, t, K)
-
-    rescalings = (n - 1).clamp(min=0) // BLOCK_KEYS if r.blocked else torch.zeros_like(n)
-    exp_error = 2 * EXP_ULPS * u
-    theta = gamma(n + 2, u) + (1 + rescalings) * (exp_error + u)  # (B, 1, t, 1)
+    n = allowed.sum(-1, keepdim=True).double()  # (B, 1, t, 1): keys a row may attend to
+    # Keys that a window or padding hides may shift the blocks' edges by one.
+    rescalings = (n / BLOCK_KEYS).floor() + 1 if r.blocked else torch.zeros_like(n)
+    exponentials = torch.expm1((1 + rescalings) * math.log1p((2 * EXP_ULPS + 1) * u))
+    theta = gamma(n + 2, u) * (1 + exponentials) + exponentials  # (B, 1, t, 1)
     # Products of factors near 1 as sums of logarithms, which keep their digits in float64 as well.
     row = (
         torch.log1p((w * torch.expm1(eps)).sum(-1, keepdim=True))
         + torch.log1p(theta)
         - torch.log1p(-theta)
-        + math.log1p(r.storage + r.operands)
+        + math.log1p(r.storage)
+        + math.log1p(r.operands)
     )  # (B, H, t, 1)
     weights_bound = w * torch.expm1(eps + row) + r.tiny * allowed  # (B, H, t, K)
 
-    summed = gamma(n + rescalings + 2, u) + r.operands  # (B, 1, t, 1)
+    summed = torch.expm1(torch.log1p(gamma(n + rescalings + 2, u)) + math.log1p(r.operands))
     error = _by_key_head(weights_bound * (1 + summed) + w * summed, v.abs())  # (B, H, t, Dv)
+    error = error + 2 * (n + 1) * r.tiny_accumulate
     output_bound = error + r.storage * (o.abs() + error) + r.tiny
     return weights_bound, output_bound
 
@@ -252,9 +286,12 @@ def linear(
     if bias is not None:
         y = y + bias.double()
         size = size + bias.double().abs()
+    length = weight.shape[0]
     u = rounding.accumulate + unit_roundoff(torch.float64)
-    inside = (gamma(weight.shape[0] + 2, u) + 2 * rounding.operands) * size
-    stored = gamma(2, rounding.storage) * (size if bias is not None else y.abs() + inside)
+    inside = (gamma(length + 2, u) + 2 * rounding.operands + rounding.operands**2) * size
+    flushed = x.norm(dim=-1, keepdim=True) + weight.norm(dim=0) + 2 * math.sqrt(length)
+    inside = inside + rounding.tiny_accumulate * math.sqrt(length) * flushed
+    stored = gamma(2, rounding.storage) * (size + inside)
     return y, inside + stored + rounding.tiny
 
 

@@ -16,14 +16,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from attnprobe import facts
+from attnprobe.formula import operand_unit
 from attnprobe.models import as_language_model
-from attnprobe.records import AttentionCall
+from attnprobe.records import AttentionCall, UnseenAttention
 
+Kind = Literal["self", "cross"]
 KernelOutput = tuple[Tensor, Tensor | None]
 Handler = Callable[[AttentionCall, Callable[[], KernelOutput]], KernelOutput]
 """Gets a call's inputs and a function that runs the kernel; returns what a kernel returns: the
@@ -48,7 +51,15 @@ def probe(lm: object) -> Iterator[list[AttentionCall]]:
         A list of `AttentionCall`s that fills as the model runs, in order. The model computes what
         it would have computed without the probe, with the same kernel, bit for bit.
     """
-    model = as_language_model(lm).model
+    with watched(as_language_model(lm).model) as (calls, _):
+        yield calls
+
+
+@contextmanager
+def watched(
+    model: nn.Module,
+) -> Iterator[tuple[list[AttentionCall], list[UnseenAttention]]]:
+    """As `probe`; yields also the attention modules that ran and asked for no kernel."""
     calls: list[AttentionCall] = []
     places: list[tuple[nn.Module, int]] = []  # calls whose module has not returned yet
 
@@ -72,8 +83,9 @@ def probe(lm: object) -> Iterator[list[AttentionCall]]:
                 calls[at] = replace(calls[at], attention_output=first.detach())
         places[:] = [place for place in places if place[0] is not module]
 
-    with _intercept(_Interception(model, watch, leave)):
-        yield calls
+    interception = _Interception(model, watch, leave)
+    with _intercept(interception):
+        yield calls, interception.unseen
 
 
 @contextmanager
@@ -86,10 +98,25 @@ def replaced(model: nn.Module, kernel: Callable[[AttentionCall], Tensor]) -> Ite
     """
 
     def stand_in(call: AttentionCall, run: Callable[[], KernelOutput]) -> KernelOutput:
-        return kernel(call).to(call.value.dtype), None
+        return kernel(call).to(call.value.dtype).contiguous(), None
 
     with _intercept(_Interception(model, stand_in, replaces=True)):
         yield
+
+
+@dataclass(eq=False)
+class _Entered:
+    """An attention module that is running, with its arguments."""
+
+    module: nn.Module
+    arguments: dict[str, Any]
+    called: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        others = ("encoder_hidden_states", "key_value_states")
+        is_cross = any(self.arguments.get(name) is not None for name in others)
+        return "cross" if is_cross else "self"
 
 
 @dataclass(eq=False)
@@ -102,7 +129,8 @@ class _Interception:
     replaces: bool = False
     names: dict[nn.Module, str] = field(default_factory=dict)
     frames: list[dict[str, Any]] = field(default_factory=list)  # arguments of the models running
-    inside: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)  # attentions
+    inside: list[_Entered] = field(default_factory=list)  # attention modules running
+    unseen: list[UnseenAttention] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)  # calls so far in this forward, by kind
     step: int = -1
 
@@ -117,6 +145,8 @@ class _Interception:
         caches = [value for value in arguments.values() if isinstance(value, Cache)]
         # Read now: once the layers have run, the cache holds this forward's tokens too.
         arguments["past"] = int(caches[0].get_seq_length()) if caches else 0
+        config = getattr(module, "config", None)
+        arguments["encoder_decoder"] = getattr(config, "is_encoder_decoder", False)
         self.frames.append(arguments)
 
     def leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -125,31 +155,35 @@ class _Interception:
     def enter_attention(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.inside.append((module, _arguments(module, args, kwargs)))
+        self.inside.append(_Entered(module, _arguments(module, args, kwargs)))
 
     def leave_attention(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.inside.pop()
+        entered = self.inside.pop()
+        if not entered.called and output is not None:  # None: an exception came first
+            layer = self._count(entered.kind)
+            self.unseen.append(UnseenAttention(layer, self.names[module]))
         if self.leave is not None:
             self.leave(module, output)
 
+    def _count(self, kind: str) -> int:
+        layer = self.counts.get(kind, 0)
+        self.counts[kind] = layer + 1
+        return layer
+
     def record(self, kernel: str, module: nn.Module, arguments: dict[str, Any]) -> AttentionCall:
         """The call's inputs and facts, from what the kernel is about to be given."""
-        own: dict[str, Any] = next(
-            (inside for seen, inside in reversed(self.inside) if seen is module), {}
-        )
-        frame = self.frames[-1] if self.frames else {}
+        entered = next((one for one in reversed(self.inside) if one.module is module), None)
+        own = entered.arguments if entered is not None else {}
+        kind: Kind = entered.kind if entered is not None else "self"
+        if entered is not None:
+            entered.called = True
+        layer = self._count(kind)
         query, key, value = (arguments[name].detach() for name in ("query", "key", "value"))
+        batch, keys = key.shape[0], key.shape[2]
         cached = next((arg for arg in own.values() if isinstance(arg, Cache)), None)
         if cached is not None and cached.is_compileable:  # a buffer that the next step writes into
             key, value = key.clone(), value.clone()
-        others = ("encoder_hidden_states", "key_value_states")
-        kind: Literal["self", "cross"] = (
-            "cross" if any(own.get(name) is not None for name in others) else "self"
-        )
-        layer = self.counts.get(kind, 0)
-        self.counts[kind] = layer + 1
         config = getattr(module, "config", None) or getattr(self.model, "config", None)
-        padding = frame.get("attention_mask" if kind == "self" else "encoder_attention_mask")
         scaling = arguments.get("scaling")
         causal = arguments.get("is_causal")
         mask = arguments.get("attention_mask")
@@ -171,16 +205,25 @@ class _Interception:
                 config,
                 layer,
                 kind,
-                (query.shape[0], query.shape[2], key.shape[2]),
-                padding,
-                frame.get("past", 0),
+                (batch, query.shape[2], keys),
+                facts.padding_of(self.frames, kind, batch, keys),
+                max((frame["past"] for frame in self.frames), default=0),
             ),
             step=max(self.step, 0),
-            terms=tuple(term for term in facts.TERMS if arguments.get(term) is not None),
+            terms=_terms(arguments, query.device),
+            facts_known=getattr(config, "model_type", None) in facts.KNOWN_TYPES,
+            operands=operand_unit(query.dtype, query.device),
             dropout=float(arguments.get("dropout") or 0.0),
             module=module,
             hidden_states=hidden.detach() if isinstance(hidden, Tensor) else None,
         )
+
+
+def _terms(arguments: dict[str, Any], device: torch.device) -> tuple[str, ...]:
+    terms = [term for term in facts.TERMS if arguments.get(term) is not None]
+    if torch.is_autocast_enabled(device.type):
+        terms.append("autocast: the kernel casts what it is given")
+    return tuple(terms)
 
 
 @contextmanager

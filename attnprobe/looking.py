@@ -106,6 +106,8 @@ def position(words: Words, word: str | int, nth: int = 0) -> int:
         InputError: it is not there (the message lists near ones), or not nth times.
     """
     read = [one.text for one in words.words]
+    if not isinstance(word, str | int) or isinstance(word, bool):
+        raise InputError(f"expected a word or its position, got {word!r}")
     if isinstance(word, int):
         return chosen(word, len(read), "word")[0]
     found = [at for at, one in enumerate(read) if one == word.strip()]
@@ -168,8 +170,8 @@ def _rollout(cap: Capture, last: int, heads: list[int], text: int) -> Tensor:
 def _strongest(
     words: Words, queries: list[int], keys: list[int], weight: Tensor, name: str, top: int
 ) -> pd.DataFrame:
-    if top < 1:
-        raise InputError(f"top must be at least 1, got {top}")
+    if not isinstance(top, int) or top < 1:
+        raise InputError(f"top must be at least 1, got {top!r}")
     read = [one.label for one in words.words]
     frame = pd.DataFrame(
         {

@@ -80,6 +80,8 @@ def load(
         ModelError: no such model, none that the hub lets this user read, none that transformers
             can load, or one whose weights do not fit it.
     """
+    if not isinstance(source, str | os.PathLike) or not os.fspath(source):
+        raise InputError(f"expected 'bundled', a folder, a .gguf file or a hub id, got {source!r}")
     weights_dtype = _dtype(dtype)
     where = _device(device)
     kernel = {} if attn is None else {"attn_implementation": _kernel(attn)}
@@ -147,7 +149,7 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         found = torch.device(device)
         torch.empty(1, device=found)
-    except (RuntimeError, AssertionError) as error:  # a torch built without CUDA asserts
+    except (RuntimeError, AssertionError, TypeError) as error:  # without CUDA, torch asserts
         reason = str(error).partition("\n")[0]
         raise InputError(f"device {str(device)!r} cannot be used here: {reason}") from None
     if found.type == "meta":
@@ -250,7 +252,7 @@ def _model_class(config: Any, trust_remote_code: bool) -> Any:
         kind = next((kind for kind in kinds if kind in own_code), "AutoModel")
         return getattr(transformers, kind)
     for name in config.architectures or ():
-        saved_from = getattr(transformers, name, None)
+        saved_from = getattr(transformers, str(name), None)
         if saved_from is not None and getattr(saved_from, "config_class", None) is type(config):
             return saved_from
     if config.is_encoder_decoder:
@@ -310,9 +312,11 @@ def _check_json(name: str, file: Path) -> None:
     if file.suffix != ".json":
         return
     try:
-        json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"the tokenizer of {name} is damaged: {file.name}: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"the tokenizer of {name} is damaged: {file.name} holds no JSON object")
 
 
 @contextmanager
@@ -323,6 +327,10 @@ def _refusing(name: str) -> Iterator[None]:
     except AttnprobeError:
         raise
     except _UNUSABLE as error:
+        raise ModelError(f"{name} cannot be loaded: {_in_short(error)}") from error
+    except Exception as error:
+        if type(error) is not Exception:  # which the tokenizers library raises as it is
+            raise
         raise ModelError(f"{name} cannot be loaded: {_in_short(error)}") from error
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnprobe.errors import AttnprobeError
-from attnprobe.report import Row, VerificationReport
+from attnprobe.report import Row, VerificationReport, ratio_text
 
 _UNCUT = 10_000
 _COLUMNS = ("check", "layer", "head", "error", "bound", "ratio", "verdict", "reason")
@@ -45,7 +45,7 @@ def report_text(report: VerificationReport, text: str, width: int | None = None)
     if worst is not None:
         lines.append(
             f"worst head: layer {worst.layer}, head {worst.head} ({worst.check}): error "
-            f"{worst.error:.1e} is {worst.ratio:.1%} of its bound {worst.bound:.1e}"
+            f"{worst.error:.1e} is {ratio_text(worst.ratio)} of its bound {worst.bound:.1e}"
         )
     return "\n".join([*lines, report.summary])
 
@@ -125,7 +125,7 @@ def write(out: Path, content: str | bytes) -> None:
     Raises:
         AttnprobeError: it cannot be written.
     """
-    beside = out.with_name(f".{out.name}.{os.getpid()}")
+    beside = out.with_name(f".attnprobe.{os.getpid()}")  # short: the name itself may be too long
     try:
         beside.write_bytes(content if isinstance(content, bytes) else content.encode())
         beside.replace(out)
@@ -144,7 +144,7 @@ def _by_layer(report: VerificationReport) -> list[tuple[str, ...]]:
     for row in report.by_layer().rows:
         layer = "" if row.layer is None else str(row.layer)
         head = "" if row.head is None else str(row.head)
-        numbers = (f"{row.error:.1e}", f"{row.bound:.1e}", f"{row.ratio:.1%}")
+        numbers = (f"{row.error:.1e}", f"{row.bound:.1e}", ratio_text(row.ratio))
         if row.verdict == "not_checked":
             numbers = ("", "", "")
             reasons = {one.reason for one in report.rows if one.check == row.check}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,15 +79,18 @@ def chosen(which: Which, count: int, what: str) -> list[int]:
     Raises:
         InputError: one of them is out of range, or there is none.
     """
-    numbers = list(range(count)) if which is None else [which] if isinstance(which, int) else which
-    if not numbers:
-        raise InputError(f"expected a {what}, a list of them, or None for all; got an empty list")
+    if which is None:
+        which = range(count)
+    numbers = [which] if isinstance(which, int | np.integer) else which
+    if isinstance(numbers, str) or not isinstance(numbers, Sequence) or not numbers:
+        raise InputError(f"expected a {what}, a list of them, or None for all; got {which!r}")
     for number in numbers:
-        if not isinstance(number, int) or not 0 <= number < count:
+        whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+        if not whole or not 0 <= number < count:
             raise InputError(
-                f"{what} {number} is out of range: there are {count}, numbered 0 to {count - 1}"
+                f"{what} {number!r} is out of range: there are {count}, numbered 0 to {count - 1}"
             )
-    return list(numbers)
+    return [int(number) for number in numbers]
 
 
 class Attention:
@@ -115,12 +119,17 @@ class Attention:
         """Some heads of one layer of a capture, over one text.
 
         Raises:
-            InputError: layer or text out of range; no rule for the mask.
+            InputError: layer or text out of range; no rule for the mask; a term that the formula
+                does not hold.
         """
         call = cap.call(layer)
         at = cap.positions(text)
         if call.expected_mask is None:
             raise InputError("the mask was given whole by the caller: it follows no known rule")
+        if call.terms:
+            raise InputError(
+                f"the formula here has no {', '.join(call.terms)}: the weights would be wrong"
+            )
         # Padding is at either end: a text's tokens are one stretch, and its diagonal stays one.
         stretch = slice(int(at[0]), int(at[-1]) + 1)
         key_heads = key_heads_of(call, heads)

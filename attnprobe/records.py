@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from attnprobe.errors import InputError
+from attnprobe.formula import Arithmetic, arithmetic
 from attnprobe.masks import MaskRule
 from attnprobe.words import Words
 
@@ -62,6 +63,10 @@ class AttentionCall:
     terms: tuple[str, ...] = ()
     """Further terms the model passed that the formula does not hold, such as `softcap`."""
     dropout: float = 0.0
+    facts_known: bool = True
+    """Whether scale and mask are known for this type of model; see `attnprobe.facts`."""
+    operands: float = 0.0
+    """The unit with which torch rounded a matrix product's operands then; 0 if it did not."""
     module: nn.Module | None = field(default=None, repr=False)
     hidden_states: Tensor | None = field(default=None, repr=False)  # (B, T, E): X
     head_output_model: Tensor | None = field(default=None, repr=False)  # (B, T, H, Dv)
@@ -74,9 +79,22 @@ class AttentionCall:
         return self.query.dtype
 
     @property
+    def rounding(self) -> Arithmetic:
+        """How the kernel rounds."""
+        return arithmetic(self.dtype, self.kernel, self.operands)
+
+    @property
     def heads(self) -> int:
         """The number of (query) heads, H."""
         return self.query.shape[1]
+
+
+@dataclass(frozen=True)
+class UnseenAttention:
+    """An attention module that ran without asking transformers for a kernel."""
+
+    layer: int
+    name: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +114,8 @@ class Capture:
     words: tuple[Words, ...]
     calls: tuple[AttentionCall, ...]
     output: Tensor
+    unseen: tuple[UnseenAttention, ...] = ()
+    """Attention modules that ran and asked for no kernel: nothing is known of what they did."""
     inputs: dict[str, Tensor] = field(default_factory=dict, repr=False)
     """The keyword arguments of the forward, for running it again."""
 
@@ -104,13 +124,13 @@ class Capture:
 
     @property
     def layers(self) -> int:
-        """The number of self-attention layers."""
-        return sum(call.kind == "self" for call in self.calls)
+        """The number of self-attention layers, seen or not."""
+        return sum(call.kind == "self" for call in self.calls) + len(self.unseen)
 
     @property
     def causal(self) -> bool:
         """Whether no word sees a later one."""
-        rule = self.call(0).expected_mask
+        rule = self.calls[0].expected_mask
         return rule is not None and rule.causal
 
     def call(self, layer: int, kind: Literal["self", "cross"] = "self") -> AttentionCall:
@@ -119,11 +139,15 @@ class Capture:
         Raises:
             InputError: the layer is out of range; the message says the range.
         """
-        calls = [call for call in self.calls if call.kind == kind]
-        if not 0 <= layer < len(calls):
+        calls = {call.layer: call for call in self.calls if call.kind == kind}
+        for unseen in self.unseen:
+            if kind == "self" and layer == unseen.layer:
+                raise InputError(f"layer {layer}, {unseen.name}, computed attention unseen")
+        if layer not in calls or isinstance(layer, bool):
+            last = max(calls, default=-1)
             raise InputError(
-                f"layer {layer} is out of range: the model has {len(calls)} {kind}-attention "
-                f"layers, numbered 0 to {len(calls) - 1}"
+                f"layer {layer!r} is out of range: the model has {last + 1} {kind}-attention "
+                f"layers, numbered 0 to {last}"
             )
         return calls[layer]
 

@@ -70,6 +70,7 @@ class VerificationReport:
     texts: int
     tokens: int
     rows_left_out: int
+    model_layers: int | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -94,27 +95,45 @@ class VerificationReport:
     def summary(self) -> str:
         """The verdict in one line."""
         if self.worst is None:
-            reasons = "; ".join(dict.fromkeys(row.reason for row in self.rows))
-            return f"NOT CHECKED: {reasons}"
-        at = f"{_place(self.worst)}: error {self.worst.error:.1e}, bound {self.worst.bound:.1e}"
+            return f"NOT CHECKED: {'; '.join(dict.fromkeys(row.reason for row in self.rows))}"
         if self.verdict == "mismatch":
             count = sum(row.verdict == "mismatch" for row in self.rows)
             return (
                 f"MISMATCH: the model did not compute softmax(QKᵀ/√d_k + M)V; {count} of "
-                f"{len(self.rows)} comparisons exceed their bound, most of all {at}"
+                f"{len(self.rows)} comparisons exceed their bound, most of all "
+                f"{_place(self.worst)}: error {self.worst.error:.1e}, bound {self.worst.bound:.1e}"
             )
         if self.verdict == "not_checked":
-            reasons = "; ".join(
-                dict.fromkeys(row.reason for row in self.rows if row.check == "output")
+            reasons = dict.fromkeys(
+                row.reason
+                for row in self.rows
+                if row.check == "output" and row.verdict == "not_checked"
             )
-            return f"NOT CHECKED: output: {reasons or 'the check was not asked for'}"
-        layers = len({row.layer for row in self.rows if row.check == "output"})
-        heads = sum(row.check == "output" for row in self.rows)
+            return f"NOT CHECKED: output: {'; '.join(reasons) or 'the check was not asked for'}"
         return (
-            f"VERIFIED: the model computed softmax(QKᵀ/√d_k + M)V in all {layers} layers and "
-            f"{heads} heads; the worst comparison stands at {self.worst.ratio:.1%} of its bound "
-            f"({_place(self.worst)})"
+            f"VERIFIED: the model computed softmax(QKᵀ/√d_k + M)V in {self._extent()}; the worst "
+            f"comparison stands at {ratio_text(self.worst.ratio)} of its bound "
+            f"({_place(self.worst)}){self._gaps()}"
         )
+
+    def _extent(self) -> str:
+        heads = sum(row.check == "output" for row in self.rows)
+        layers = len({row.layer for row in self.rows if row.check == "output"})
+        every = self.model_layers in (None, layers)
+        return (
+            f"all {layers} layers and {heads} heads"
+            if every
+            else f"{layers} attention layers and {heads} heads (the model has {self.model_layers} "
+            "layers)"
+        )
+
+    def _gaps(self) -> str:
+        """The checks of which nothing was compared."""
+        verdicts: dict[str, set[str]] = {}
+        for row in self.rows:
+            verdicts.setdefault(row.check, set()).add(row.verdict)
+        gaps = [check for check, found in verdicts.items() if found == {"not_checked"}]
+        return f"; not checked: {', '.join(gaps)}" if gaps else ""
 
     def to_frame(self) -> pd.DataFrame:
         """A row per comparison: check, layer, head, error, bound, ratio, verdict, reason.
@@ -153,15 +172,14 @@ class VerificationReport:
             }
             for row in self.rows
         ]
-        head = {
-            name: getattr(self, name)
-            for name in ("model", "kernel", "dtype", "texts", "tokens", "rows_left_out")
+        names = ("model", "kernel", "dtype", "texts", "tokens", "rows_left_out", "model_layers")
+        return {
+            "verdict": self.verdict,
+            "passed": self.passed,
+            "summary": self.summary,
+            **{name: getattr(self, name) for name in names},
+            "rows": rows,
         }
-        return (
-            {"verdict": self.verdict, "passed": self.passed, "summary": self.summary}
-            | head
-            | {"rows": rows}
-        )
 
     def __repr__(self) -> str:
         table = _readable(self.by_check().to_frame()).to_string(index=False)
@@ -199,9 +217,22 @@ def _finite(number: float) -> float | None:
 
 def _readable(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame as text: errors to two digits, the ratio as a percentage, nothing for no number."""
-    formats = {"error": "{:.1e}", "bound": "{:.1e}", "ratio": "{:.1%}", "layer": "{}", "head": "{}"}
+    formats: dict[str, Callable[[Any], str]] = {
+        "error": "{:.1e}".format,
+        "bound": "{:.1e}".format,
+        "ratio": ratio_text,
+        "layer": str,
+        "head": str,
+    }
     text = {
-        name: ["" if pd.isna(value) else form.format(value) for value in frame[name]]
+        name: ["" if pd.isna(value) else form(value) for value in frame[name]]
         for name, form in formats.items()
     }
     return frame.assign(**text)
+
+
+def ratio_text(ratio: float) -> str:
+    """A ratio as a person reads it: 2.6%, 140%, 3.6e+03 ×, ∞."""
+    if math.isinf(ratio):
+        return "∞"
+    return f"{ratio:.1%}" if ratio < 10 else f"{ratio:.2g} ×"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from attnprobe.capturing import output_of
 from attnprobe.checks import BY_CALL, rows_left_out, unheld
 from attnprobe.errors import InputError
-from attnprobe.formula import arithmetic, attention, tiles
+from attnprobe.formula import attention, tiles
 from attnprobe.hooks import replaced
 from attnprobe.records import AttentionCall, Capture
 from attnprobe.report import Row, VerificationReport
@@ -54,8 +55,10 @@ def verify(
         progress: called as `progress(label, done, total)` after each layer.
 
     Raises:
-        InputError: a name in `checks` that is none of the above.
+        InputError: a name in `checks` that is none of the above; no capture.
     """
+    if not isinstance(cap, Capture):
+        raise InputError(f"expected a capture, what ap.capture returns; got {type(cap).__name__}")
     checks = CHECKS if checks is None else tuple(checks)
     unknown = [name for name in checks if name not in CHECKS]
     if unknown or not checks:
@@ -70,6 +73,11 @@ def verify(
         left_out += rows_left_out(call)
         if progress:
             progress(f"layer {call.layer}", number + 1, total)
+    rows += [
+        Row("output", unseen.layer, None, reason=f"{unseen.name} computed its attention unseen")
+        for unseen in cap.unseen
+        if "output" in checks
+    ]
     if "logits" in checks:
         rows.append(_logits(cap))
         if progress:
@@ -83,6 +91,7 @@ def verify(
         texts=len(cap),
         tokens=int(cap.padding.sum()),
         rows_left_out=left_out,
+        model_layers=_layers_of(cap),
     )
 
 
@@ -92,12 +101,15 @@ def _logits(cap: Capture) -> Row:
     How much may they differ? The two runs differ in nothing but each attention's output, and there
     by at most the bound of the `output` check, b. A third run measures what that is worth: every
     attention output is moved by b with a random sign, and Δ is what moves at the logits. To first
-    order Δ = J·(±b), so its mean square over the vocabulary estimates ‖J·diag(b)‖². For errors that
-    are independent, centred and within ±b, Hoeffding's inequality bounds each logit's difference by
-    λ‖J·diag(b)‖ but for a chance of 2exp(-λ²/2); λ is chosen so that all N logits together hold
-    but for a chance of FALSE_ALARM, and the token with the largest Δ stands for all. This is the
-    probabilistic rounding analysis of Higham & Mary, SIAM J. Sci. Comput. 41 (2019), with the
-    conditioning measured instead of derived.
+    order Δ = J·(±b) at each logit, of mean square ‖J·diag(b)‖². For errors that are independent,
+    centred and within ±b, Hoeffding's inequality bounds a logit's difference by λ‖J·diag(b)‖ but
+    for a chance of 2exp(-λ²/2), and λ is chosen so that all N logits together hold but for a chance
+    of FALSE_ALARM. This is the probabilistic rounding analysis of Higham & Mary, SIAM J. Sci.
+    Comput. 41 (2019), with the conditioning measured instead of derived.
+
+    So this bound is an estimate, not a proof: ‖J·diag(b)‖ is taken from one sample, as the larger
+    of the mean square of Δ over the vocabulary at the token where it is largest, and over the
+    tokens at the vocabulary's entry in question.
 
     Where rounding alone may move the logits by as much as unrelated ones would differ, the first
     order says nothing any more, and neither does this check: it is not_checked.
@@ -105,6 +117,8 @@ def _logits(cap: Capture) -> Row:
     if cap.lm is None:
         return Row("logits", None, None, reason="the capture has no model with it")
     reason = next(filter(None, (unheld(call) for call in cap.calls)), "")
+    if cap.unseen:
+        reason = f"{cap.unseen[0].name} computed its attention unseen"
     if reason:
         return Row("logits", None, None, reason=reason)
     generator = torch.Generator().manual_seed(0)
@@ -113,37 +127,51 @@ def _logits(cap: Capture) -> Row:
         _output_with(cap, _formula),
         _output_with(cap, lambda call: _moved(call, generator)),
     )
-    blocks = (torch.split(output[cap.padding], TOKENS_AT_ONCE) for output in outputs)
-    by_block = [
-        (
-            (given - own).abs().max(),
-            (moved - own).square().mean(-1).max().sqrt(),
-            own.std(-1).min(),
-        )
-        for given, own, moved in (
-            (one.double() for one in block)
-            for block in zip(*blocks, strict=True)  # (tokens, V)
-        )
-    ]
-    errors, spreads, scales = (torch.stack(some) for some in zip(*by_block, strict=True))
-    error, spread, scale = errors.max().item(), spreads.max().item(), scales.min().item()
+    found = _spread(*(output[cap.padding] for output in outputs))
     count = int(cap.padding.sum()) * cap.output.shape[-1]
-    bound = spread * math.sqrt(2 * math.log(2 * count / FALSE_ALARM))
-    if not bound < UNRELATED * scale:
-        return Row(
-            "logits",
-            None,
-            None,
-            reason=f"rounding alone may move this model's output in {_name(cap.output.dtype)} by "
-            f"{bound:.2g}, as much as unrelated ones differ (their deviation is {scale:.2g})",
+    bound = found.spread * math.sqrt(2 * math.log(2 * count / FALSE_ALARM))  # (V,)
+    usual = bound.median().item()
+    if not usual < UNRELATED * found.scale:
+        reason = (
+            f"rounding alone may move this model's output in {_name(cap.output.dtype)} by "
+            f"{usual:.2g}, as much as unrelated ones differ (their deviation is {found.scale:.2g})"
         )
-    return Row("logits", None, None, error, bound)
+        return Row("logits", None, None, reason=reason)
+    worst = int(
+        torch.where(found.error == 0, 0.0, found.error / bound).nan_to_num(math.inf).argmax()
+    )
+    return Row("logits", None, None, found.error[worst].item(), bound[worst].item())
+
+
+@dataclass(frozen=True, eq=False)
+class _Spread:
+    error: Tensor  # (V,): the largest |given - own| of each entry over the tokens
+    spread: Tensor  # (V,): how far moving each attention by its bound moves each entry
+    scale: float  # the deviation of own over the vocabulary, at the token where it is least
+
+
+def _spread(given: Tensor, own: Tensor, moved: Tensor) -> _Spread:
+    """How three outputs, (tokens, V) each, differ; in float64, a block of tokens at a time."""
+    error = torch.zeros(given.shape[-1], dtype=torch.float64, device=given.device)
+    by_entry, by_token = torch.zeros_like(error), torch.zeros_like(error[0])
+    scale = torch.full_like(by_token, math.inf)
+    for some in zip(
+        *(torch.split(one, TOKENS_AT_ONCE) for one in (given, own, moved)), strict=True
+    ):
+        g, o, m = (one.double() for one in some)
+        square = (m - o).square()
+        by_entry += square.sum(0)
+        by_token = torch.maximum(by_token, square.mean(-1).max())
+        error = torch.maximum(error, (g - o).abs().amax(0))
+        scale = torch.minimum(scale, o.std(-1).min())
+    spread = torch.maximum(by_entry / len(given), by_token).sqrt()
+    return _Spread(error, spread, scale.item())
 
 
 def _output_with(cap: Capture, kernel: Callable[[AttentionCall], Tensor]) -> Tensor:
     assert cap.lm is not None
     with torch.no_grad(), replaced(cap.lm.model, kernel):
-        return output_of(cap.lm.model(**cap.inputs))
+        return output_of(cap.lm.model(**cap.inputs), cap.lm.model, cap.padding)
 
 
 def _formula(call: AttentionCall) -> Tensor:
@@ -161,12 +189,19 @@ def _moved(call: AttentionCall, generator: torch.Generator) -> Tensor:
         call.value,
         call.expected_mask,
         call.expected_scaling,
-        rounding=arithmetic(call.dtype, call.kernel),
+        rounding=call.rounding,
     ):
         assert tile.output_bound is not None
         sign = torch.randint(0, 2, tile.output.shape, generator=generator) * 2 - 1
         parts.append(tile.output + sign.to(tile.output.device) * tile.output_bound)
     return torch.cat(parts, dim=2).transpose(1, 2)  # (B, T, H, Dv)
+
+
+def _layers_of(cap: Capture) -> int | None:
+    """How many layers the config speaks of, attention in them or not."""
+    config = getattr(cap.lm.model, "config", None) if cap.lm is not None else None
+    layers = getattr(config, "num_hidden_layers", None)
+    return layers if isinstance(layers, int) else None
 
 
 def _name(dtype: torch.dtype) -> str:

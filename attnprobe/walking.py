@@ -10,8 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from attnprobe.errors import InputError
-from attnprobe.formula import arithmetic, softmax, tiles
+from attnprobe.formula import softmax, tiles
 from attnprobe.looking import position
 from attnprobe.projections import source
 from attnprobe.recompute import Attention, chosen
@@ -91,8 +90,6 @@ def walkthrough(
     words = cap.words_of(text)
     call = cap.call(layer)
     chosen(head, call.heads, "head")
-    if call.terms:
-        raise InputError(f"the formula here has no {', '.join(call.terms)}")
     at = words.words[position(words, word, nth)].tokens[-1]
     attention = Attention.of(cap, layer, [head], text)
     query, key, value = attention.query[0, at], attention.key[0], attention.value[0]  # (D,), (T, D)
@@ -186,7 +183,7 @@ def _bound(call: AttentionCall, text: int, head: int, row: int) -> float:
         call.value,
         call.expected_mask,
         call.expected_scaling,
-        rounding=arithmetic(call.dtype, call.kernel),
+        rounding=call.rounding,
     ):
         if tile.start <= row < tile.stop:
             assert tile.output_bound is not None

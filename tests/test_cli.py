@@ -438,3 +438,24 @@ def test_interrupted_it_leaves_with_130(tmp_path: Path) -> None:
         _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_without_an_output_the_exit_code_still_tells(model: str, closed: str) -> None:
+    command = f"{sys.executable} -m attnprobe verify hello --model {model} --checks output"
+    assert subprocess.run(f"{command} {closed}", shell=True, check=False).returncode == 0
+
+
+def test_a_full_disk_is_said(model: str) -> None:
+    command = f"{sys.executable} -m attnprobe verify hello --model {model} > /dev/full"
+    done = subprocess.run(command, shell=True, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no space is left" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_name_too_long_is_said(model: str, tmp_path: Path) -> None:
+    result = run("table", "hi", "--model", model, "--out", str(tmp_path / ("a" * 300)))
+    assert result.exit_code == 2
+    assert "File name too long" in result.stderr
+    assert list(tmp_path.iterdir()) == []

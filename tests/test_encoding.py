@@ -12,6 +12,8 @@ import attnprobe as ap
         ([[]], "text 0 has no tokens"),
         (torch.zeros(1, 0, dtype=torch.long), "text 0 has no tokens"),
         ("word", "takes token ids"),
+        (b"word", "got bytes"),
+        ([True, False], "whole numbers"),
         ([1.5, 2.0], "whole numbers"),
         ([[1, 2], "word"], "whole numbers"),
         ([1, 101], "ids from 1 to 101; the model's vocabulary has ids 0 to 100"),
@@ -63,3 +65,49 @@ def test_left_padding_counts_positions_from_the_first_token(gpt2):
     assert cap.positions(1).tolist() == [2]
     with pytest.raises(ap.InputError, match="text 2 is out of range"):
         cap.positions(2)
+
+
+def roberta(**config):
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 101,
+        "hidden_size": 24,
+        "num_attention_heads": 3,
+        "num_hidden_layers": 2,
+        "intermediate_size": 9,
+        "max_position_embeddings": 30,
+        "initializer_range": 0.5,
+    }
+    return RobertaForMaskedLM(RobertaConfig(**settings | config)).eval()
+
+
+def test_positions_that_count_on_from_the_paddings_own():
+    model = roberta()
+    texts = [[5, 17, 23, 9, 31, 8, 77], [40, 8, 61]]
+    left, right = (ap.capture(model, texts, padding_side=side) for side in ("left", "right"))
+    for text in (0, 1):
+        torch.testing.assert_close(
+            left.output[text, left.positions(text)], right.output[text, right.positions(text)]
+        )
+    assert ap.verify(left).passed
+    assert ap.capture(model, list(range(5, 33))).input_ids.shape == (1, 28)
+    with pytest.raises(ap.InputError, match="29 tokens; the model takes at most 28"):
+        ap.capture(model, list(range(5, 34)))
+
+
+def test_models_that_read_no_text_or_give_nothing_for_each_token():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    with pytest.raises(ap.ModelError, match="Linear takes no token ids"):
+        ap.capture(torch.nn.Linear(2, 3), [1, 2])
+    config = BertConfig(
+        hidden_size=24,
+        num_attention_heads=3,
+        num_hidden_layers=1,
+        intermediate_size=9,
+        vocab_size=99,
+    )
+    with pytest.raises(ap.ModelError, match="gives neither logits nor a hidden state for each"):
+        ap.capture(BertForSequenceClassification(config).eval(), [1, 2])

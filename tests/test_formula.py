@@ -210,3 +210,26 @@ def test_linear_and_its_bound(dtype):
     assert bool(((got - y).abs() <= bound).all())
     without_bias = x.double() @ weight.double()
     assert bool(((without_bias - y).abs() > bound).any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bound_holds_where_small_numbers_are_flushed_to_zero(dtype):
+    assert torch.set_flush_denormal(True)
+    try:
+        torch.manual_seed(0)
+        query, key, value = torch.randn(3, 1, 2, 300, 16)
+        tensors = [x.to(dtype) for x in (query, key, value * 1e-38)]
+        for kernel, (output, _) in kernels(*tensors, 0.25).items():
+            for tile in tiles(
+                *tensors, MaskRule(300, 300), 0.25, rounding=arithmetic(dtype, kernel)
+            ):
+                error = (output[:, :, tile.start : tile.stop].double() - tile.output).abs()
+                assert bool((error <= tile.output_bound).all())
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_a_kernel_of_unknown_name_gets_the_room_of_both():
+    own = arithmetic(torch.bfloat16, "somebodys_own")
+    assert own.scores == arithmetic(torch.bfloat16, "eager").scores
+    assert own.blocked

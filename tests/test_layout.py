@@ -38,6 +38,9 @@ ORDER = [
     "views.still",
     "views.selection",
     "views.bertviz",
+    "views.fonts",
+    "views.drawing",
+    "views.plots",
     "cli",
 ]
 
@@ -76,7 +79,15 @@ def test_a_module_imports_only_from_above(module):
 @pytest.mark.parametrize("module", ["masks", "formula"])
 def test_the_formula_knows_nothing_of_transformers(module):
     roots = {name.split(".")[0] for name in imports(PACKAGE / f"{module}.py")}
-    assert roots <= {"__future__", "attnprobe", "collections", "dataclasses", "math", "torch"}
+    assert roots <= {
+        "__future__",
+        "attnprobe",
+        "collections",
+        "dataclasses",
+        "math",
+        "torch",
+        "typing",
+    }
 
 
 def test_only_hooks_knows_the_seam():

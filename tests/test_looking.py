@@ -110,7 +110,7 @@ def test_by_value_needs_a_known_w_o():
         word_embed_proj_dim=20,
     )
     other = ap.capture(OPTForCausalLM(config).eval(), [5, 6, 7])
-    with pytest.raises(ap.InputError, match=r"needs W_O, but .*OPTAttention is not known"):
+    with pytest.raises(ap.InputError, match=r"needs W_O, but .*OPTAttention are not known"):
         ap.attended(other, "6", weigh="value")
     assert len(ap.attended(other, "6")) == 2
 

@@ -564,3 +564,36 @@ def test_as_language_model_refuses_the_rest(lm: Any, said: str) -> None:
     with pytest.raises(InputError) as caught:
         as_language_model(lm)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", []),
+        ("tokenizer.json", {"model": {"type": "BPE", "vocab": {}, "merges": []}}),
+        ("tokenizer.json", {"model": {"type": "Unheard"}}),
+    ],
+)
+def test_files_that_are_json_but_wrong_inside(
+    gpt2: Path, tmp_path: Path, file: str, content: Any
+) -> None:
+    folder = shutil.copytree(gpt2, tmp_path / "model")
+    path = folder / file
+    if isinstance(content, dict) and path.exists():
+        content = json.loads(path.read_text(encoding="utf-8")) | content
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ModelError, match="model"):
+        load(folder)
+
+
+def test_architectures_that_are_no_names_are_passed_over(gpt2: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(gpt2, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [None, 5]}))
+    assert type(load(folder).model).__name__ == "GPT2LMHeadModel"
+
+
+@pytest.mark.parametrize("source", [None, 5, "", b"bundled"])
+def test_what_is_no_source_is_refused(source: Any) -> None:
+    with pytest.raises(InputError, match=r"a folder, a \.gguf file or a hub id"):
+        load(source)

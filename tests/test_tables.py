@@ -1,3 +1,4 @@
+import dataclasses
 import time
 
 import numpy as np
@@ -191,8 +192,22 @@ def test_an_unknown_by_is_refused(gpt2, call):
         call(ap.capture(gpt2(), TEXTS), 0, 0, by="letter")
 
 
+def test_numbers_of_any_whole_kind_name_heads(gpt2):
+    cap = ap.capture(gpt2(), TEXTS)
+    assert ap.table(cap, np.int64(1), [np.int32(2)], text=0).equals(ap.table(cap, 1, [2], text=0))
+
+
+def test_terms_that_the_formula_does_not_hold_give_no_wrong_weights(gpt2):
+    cap = ap.capture(gpt2(), TEXTS)
+    calls = (dataclasses.replace(cap.calls[0], terms=("softcap",)), *cap.calls[1:])
+    capped = dataclasses.replace(cap, calls=calls)
+    for call in (ap.weights, ap.table, lambda *at: ap.walkthrough(capped, "5", 0, 0)):
+        with pytest.raises(ap.InputError, match="the formula here has no softcap"):
+            call(capped, 0, 0)
+
+
 def test_an_empty_list_of_heads_is_refused(gpt2):
-    with pytest.raises(ap.InputError, match="got an empty list"):
+    with pytest.raises(ap.InputError, match=r"a list of them, or None for all; got \[\]"):
         ap.table(ap.capture(gpt2(), TEXTS), 0, [])
 
 

@@ -1,1 +1,1 @@
-"""Pages that show a capture's attention: HTML in one piece, drawn without a network."""
+"""Views of a capture: pictures and pages that show what they say, offline."""

@@ -10,7 +10,7 @@ _CATEGORY_10 = (
     *("#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
 )
 
-_LIGHTNESSES = (0.36, 0.54, 0.70)  # neighbours in hue differ in lightness
+_LIGHTNESSES = (0.46, 0.60, 0.74)  # neighbours in hue differ in lightness
 
 
 def colours(count: int) -> list[str]:

@@ -1,0 +1,200 @@
+"""Weights as pictures for notebooks and papers: `heatmap` of one head, `heatmap_grid` of many."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from importlib import util
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from attnprobe.errors import AttnprobeError, InputError
+from attnprobe.recompute import Attention, By, Which, chosen, to_words
+from attnprobe.records import Capture
+
+if TYPE_CHECKING:  # matplotlib is an extra
+    from matplotlib.axes import Axes
+
+    from attnprobe.views.drawing import Panel, Sheet
+
+LONGEST, LONGEST_NAME = 24, 48
+"""Characters of a label, and of a model's name: of longer ones, beginning and end are shown."""
+
+PICTURE_BYTES = 500_000_000
+"""The most that the weights in one picture may take."""
+
+
+def heatmap(
+    cap: Capture,
+    layer: int,
+    head: int,
+    *,
+    by: By = "token",
+    text: int = 0,
+    vmax: float | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw one head's weights: a row for each query, a column for each key.
+
+    Darker is more. What the mask hides is hatched, so that it is not taken for a weight of 0. Where
+    many words share the attention, `vmax=0.2` or so shows more of it. Labels are as large as the
+    cells let them be; where they would meet, every other or every few are shown.
+
+    A figure made here keeps text as text in SVG; one of yours asks
+    `plt.rcParams["svg.fonttype"]`.
+
+    Args:
+        cap: what `capture` returned.
+        layer: from 0.
+        head: from 0.
+        by: "token" or "word" (see `attnprobe.recompute.to_words`).
+        text: which text of a batch.
+        vmax: the weight at the dark end of the scale; None for the largest one shown. In a causal
+            model that is 1, for the first word sees itself only.
+        ax: matplotlib's Axes to draw in, best of a figure whose `layout="constrained"` makes room
+            for labels; None for a new figure of pyplot's, large enough for them.
+
+    Returns:
+        The Axes drawn in: `heatmap(…).figure.savefig("head.svg")` saves it, or as `.png`, `.pdf`.
+
+    Raises:
+        InputError: layer, head or text out of range; an unknown `by`; a `vmax` that is not above 0;
+            an `ax` that is none; weights of more than `PICTURE_BYTES`.
+        AttnprobeError: matplotlib is not installed.
+    """
+    _refuse_without_matplotlib()
+    from matplotlib.axes import Axes
+
+    from attnprobe.views import drawing
+
+    if ax is not None and not isinstance(ax, Axes):
+        raise InputError(f"ax must be one of matplotlib's Axes, or None; got {ax!r}")
+    layers, heads = _chosen(cap, [layer], [head])
+    panels = _panels(cap, layers, heads, by, text)
+    sheet, lacking = _sheet(cap, panels, f"layer {layer}, head {head}", by, text, vmax)
+    _warn_of(lacking)
+    return drawing.draw_one(panels[0][0], sheet, ax)
+
+
+def heatmap_grid(
+    cap: Capture,
+    layer: Which = None,
+    head: Which = None,
+    *,
+    by: By = "token",
+    text: int = 0,
+    vmax: float | None = None,
+) -> np.ndarray:
+    """Draw many heads in one figure: a row for each layer, a column for each head, one scale.
+
+    Args:
+        cap: what `capture` returned.
+        layer: from 0; one, several, or None for all.
+        head: from 0; one, several, or None for all.
+        by, text, vmax: as for `heatmap`.
+
+    Returns:
+        (layers, heads) array of matplotlib's Axes, as `plt.subplots` gives them:
+        `grid[0, 0].figure.savefig("heads.pdf")` saves the figure.
+
+    Raises:
+        InputError, AttnprobeError: as `heatmap`; layers with different numbers of heads.
+    """
+    _refuse_without_matplotlib()
+    from attnprobe.views import drawing
+
+    layers, heads = _chosen(cap, layer, head)
+    panels = _panels(cap, layers, heads, by, text)
+    sheet, lacking = _sheet(cap, panels, "", by, text, vmax)
+    _warn_of(lacking)
+    return drawing.draw_grid(panels, sheet, layers, heads)
+
+
+def _refuse_without_matplotlib() -> None:
+    if util.find_spec("matplotlib") is None:
+        raise AttnprobeError("plots need matplotlib: pip install 'attnprobe[plots]'")
+
+
+def _chosen(cap: Capture, layer: Which, head: Which) -> tuple[list[int], list[int]]:
+    layers = chosen(layer, cap.layers, "layer")
+    counts = sorted({cap.call(one).heads for one in layers})
+    if len(counts) > 1:
+        raise InputError(
+            f"the layers have {' and '.join(map(str, counts))} heads: choose layers that have as "
+            "many heads as one another"
+        )
+    return layers, chosen(head, counts[0], "head")
+
+
+def _labels(cap: Capture, by: By, text: int) -> list[str]:
+    if by not in ("token", "word"):
+        raise InputError(f"by must be 'token' or 'word', got {by!r}")
+    words = cap.words_of(text)
+    return list(words.tokens) if by == "token" else [word.label for word in words.words]
+
+
+def _panels(
+    cap: Capture, layers: list[int], heads: list[int], by: By, text: int
+) -> list[list[Panel]]:
+    """A row of panels for each layer.
+
+    Raises:
+        InputError: they would take more than `PICTURE_BYTES`.
+    """
+    from attnprobe.views.drawing import Panel
+
+    needed = 8 * len(layers) * len(heads) * len(_labels(cap, by, text)) ** 2
+    if needed > PICTURE_BYTES:
+        raise InputError(
+            f"the picture would hold {needed / 1e6:,.0f} MB of weights, more than "
+            f"{PICTURE_BYTES / 1e6:,.0f} MB. Choose fewer layers and heads, or by='word'"
+        )
+    rows = []
+    for layer in layers:
+        attention = Attention.of(cap, layer, heads, text)
+        weights, allowed = attention.weights, attention.allowed  # (h, T, T), (T, T)
+        if by == "word":
+            words = cap.words_of(text)
+            weights = to_words(weights, words)  # (h, N, N)
+            allowed = to_words(allowed.double(), words) > 0  # (N, N)
+        where = allowed.cpu().numpy()
+        rows.append([Panel(one, where) for one in weights.cpu().numpy()])
+    return rows
+
+
+def _sheet(
+    cap: Capture, panels: list[list[Panel]], which: str, by: By, text: int, vmax: float | None
+) -> tuple[Sheet, list[str]]:
+    """What the panels share, and the characters in it that no font has."""
+    from attnprobe.views import drawing, fonts
+
+    if vmax is None:
+        vmax = max(float(panel.weights.max()) for row in panels for panel in row)
+    elif not (math.isfinite(vmax) and vmax > 0):
+        raise InputError(f"vmax must be a weight above 0, got {vmax}")
+    name = _shortened(cap.lm.name, LONGEST_NAME) if cap.lm is not None else ""
+    heading = ", ".join(filter(None, (name, which)))
+    letters = fonts.legible([heading, *_labels(cap, by, text)])
+    heading, *labels = letters.texts
+    title = "\n".join(filter(None, (heading, f"attention weights by {by}")))
+    labels = [_shortened(label, LONGEST) for label in labels]
+    return drawing.Sheet(title, by, labels, letters.families, vmax), letters.lacking
+
+
+def _shortened(label: str, longest: int) -> str:
+    if len(label) <= longest:
+        return label
+    return f"{label[: longest // 2]}…{label[1 - longest // 2 :]}"
+
+
+def _warn_of(lacking: list[str]) -> None:
+    """Say once which characters are shown as code points."""
+    if lacking:
+        named = ", ".join(f"{one} (U+{ord(one):04X})" for one in lacking[:10])
+        more = f" and {len(lacking) - 10} more" if len(lacking) > 10 else ""
+        warnings.warn(
+            f"no installed font that matplotlib can use has {named}{more}: the picture shows code "
+            "points. Install one that has them, such as Noto Sans CJK or Noto Emoji",
+            stacklevel=3,
+        )
