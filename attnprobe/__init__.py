@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from attnprobe.report import VerificationReport
     from attnprobe.tables import styled, table
     from attnprobe.verification import verify
+    from attnprobe.views.bertviz import head_view, model_view, neuron_view
+    from attnprobe.views.page import View
     from attnprobe.views.plots import heatmap, heatmap_grid
     from attnprobe.walking import Walkthrough, walkthrough
 
@@ -28,13 +30,17 @@ __all__ = [
     "ModelError",
     "NonFiniteError",
     "VerificationReport",
+    "View",
     "Walkthrough",
     "attended",
     "attended_by",
     "capture",
+    "head_view",
     "heatmap",
     "heatmap_grid",
     "load",
+    "model_view",
+    "neuron_view",
     "probe",
     "scores",
     "styled",
@@ -56,6 +62,8 @@ _HOMES = {
     "looking": ("attended", "attended_by"),
     "tables": ("styled", "table"),
     "verification": ("verify",),
+    "views.bertviz": ("head_view", "model_view", "neuron_view"),
+    "views.page": ("View",),
     "views.plots": ("heatmap", "heatmap_grid"),
     "walking": ("Walkthrough", "walkthrough"),
 }

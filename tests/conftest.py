@@ -1,8 +1,10 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import transformers
+from browser import chromium
+from playwright.sync_api import Browser
 from transformers import GPT2Config, GPT2LMHeadModel
 
 transformers.logging.set_verbosity_error()
@@ -30,3 +32,10 @@ def gpt2() -> Callable[..., GPT2LMHeadModel]:
         return model.eval().to(dtype)
 
     return make
+
+
+@pytest.fixture(scope="module")  # not longer: it holds an event loop that others may want to start
+def browser() -> Iterator[Browser]:
+    """One headless Chromium for a module's tests of pages."""
+    with chromium() as started:
+        yield started

@@ -1,0 +1,134 @@
+"""What a view is asked to show, and whether a browser can draw it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnprobe.errors import InputError, NonFiniteError
+from attnprobe.recompute import Attention, By, Which, chosen, to_words
+from attnprobe.records import Capture
+from attnprobe.views.labels import labels_of
+
+Drawn = Callable[[int, int, int], int]
+"""From a number of layers, of heads and of labels to the number of lines that a page draws."""
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """Some layers and heads of one text of a capture, by token or by word."""
+
+    cap: Capture
+    layers: list[int]
+    heads: list[int]
+    by: By
+    text: int
+    labels: list[str]
+
+    @classmethod
+    def of(
+        cls, cap: Capture, layer: Which, head: Which, by: By, text: int, columns: int
+    ) -> Selection:
+        """What is asked for; labels are cut to a width of `columns`.
+
+        Raises:
+            InputError: layer, head or text out of range; layers with different numbers of heads;
+                an unknown `by`.
+        """
+        if by not in ("token", "word"):
+            raise InputError(f"by must be 'token' or 'word', got {by!r}")
+        labels = labels_of(cap, by, text, columns)
+        layers = chosen(layer, cap.layers, "layer")
+        counts = {cap.call(one).heads for one in layers}
+        if len(counts) > 1:
+            raise InputError(
+                f"the layers have {' and '.join(map(str, sorted(counts)))} heads: "
+                "choose layers with the same number of heads"
+            )
+        return cls(cap, layers, chosen(head, counts.pop(), "head"), by, text, labels)
+
+    @property
+    def title(self) -> str:
+        """What is shown, to read."""
+        name = self.cap.lm.name if self.cap.lm is not None else ""
+        parts = [
+            _numbered("layer", self.layers),
+            _numbered("head", self.heads),
+            _counted(len(self.labels), self.by),
+        ]
+        return ", ".join([name, *parts] if name else parts)
+
+    def attention(self, layer: int) -> Attention:
+        """The chosen heads of one layer, by token.
+
+        Raises:
+            NonFiniteError: a row of weights does not sum to 1.
+        """
+        found = Attention.of(self.cap, layer, self.heads, self.text)
+        if not ((found.weights.sum(-1) - 1).abs() < 1e-6).all():  # written so that NaN fails
+            raise NonFiniteError(f"the weights of layer {layer} do not sum to 1 along each row")
+        return found
+
+    def weights(self) -> Tensor:
+        """The weights of the chosen layers and heads, by token or word, (L, h, N, N) float64.
+
+        Raises:
+            NonFiniteError: a row does not sum to 1.
+        """
+        found = torch.stack([self.attention(layer).weights for layer in self.layers])
+        return to_words(found, self.cap.words_of(self.text)) if self.by == "word" else found
+
+
+def pairs(count: int, causal: bool) -> int:
+    """The number of queries and keys of which the one may attend to the other."""
+    return count * (count + 1) // 2 if causal else count * count
+
+
+def refuse_size(
+    picked: Selection, view: str, drawn: Drawn, max_lines: int, *, by_word: bool = True
+) -> None:
+    """Refuse what a browser would choke on, and say what it can draw.
+
+    `by_word` says whether the view can show words.
+
+    Raises:
+        InputError: more than `max_lines` lines.
+    """
+    layers, heads, count = len(picked.layers), len(picked.heads), len(picked.labels)
+    lines = drawn(layers, heads, count)
+    if lines <= max_lines:
+        return
+    fits = []
+    words = len(picked.cap.words_of(picked.text).words)
+    shorter = by_word and picked.by == "token" and words < count
+    if shorter and drawn(layers, heads, words) <= max_lines:
+        fits.append(f"by='word' ({_counted(words, 'word')})")
+    if some := _most(lambda some: drawn(some, heads, count) <= max_lines, layers - 1):
+        fits.append(f"at most {_counted(some, 'layer')}")
+    if some := _most(lambda some: drawn(layers, some, count) <= max_lines, heads - 1):
+        fits.append(f"at most {_counted(some, 'head')}")
+    if not fits and drawn(1, 1, count) <= max_lines:
+        fits.append(f"layer={picked.layers[0]}, head={picked.heads[0]}")
+    some = _most(lambda some: drawn(layers, heads, some) <= max_lines, count - 1)
+    fits.append(f"a text of at most {_counted(some, picked.by)}")
+    raise InputError(
+        f"{view} would draw {lines:,} lines ({picked.title}), more than max_lines "
+        f"({max_lines:,}): a browser chokes on it. What fits: {'; or '.join(fits)}. "
+        "Or raise max_lines"
+    )
+
+
+def _most(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to `most` that fits; 0 where none does."""
+    return next((some for some in range(most, 0, -1) if fits(some)), 0)
+
+
+def _numbered(what: str, numbers: list[int]) -> str:
+    return f"{what} {numbers[0]}" if len(numbers) == 1 else _counted(len(numbers), what)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

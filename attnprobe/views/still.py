@@ -1,0 +1,116 @@
+"""A still picture of attention, for where scripts do not run: SVG, the strongest weights only."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LINES = 3_000
+"""The most lines in a picture, the strongest weights; more only where the weakest are equal."""
+
+_STEP = 18  # pixels from a word to the next
+_LEVELS = 10  # of opacity
+
+# Characters that XML does not know; a picture that holds one is not drawn at all.
+_NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+@dataclass(frozen=True, eq=False)
+class Panel:
+    """Lines from queries on the left to keys on the right, for heads one upon another.
+
+    `weights` is (h, N, N); `colours` has one for each head; the rest is in pixels.
+    """
+
+    title: str
+    x: float
+    y: float
+    width: float
+    height: float
+    weights: Tensor
+    colours: Sequence[str]
+
+
+def one_panel(
+    title: str, labels: Sequence[str], label_width: int, weights: Tensor, colours: Sequence[str]
+) -> str:
+    """A text twice, and between them the lines of some heads: weights are (h, N, N)."""
+    height = len(labels) * _STEP
+    panel = Panel(title, label_width, 24, 130, height, weights, colours)
+    columns = (("end", label_width - 6), ("start", label_width + 136))
+    words = "".join(
+        f'<text x="{x}" y="{28 + (at + 0.5) * _STEP}" text-anchor="{anchor}">{_text(label)}</text>'
+        for anchor, x in columns
+        for at, label in enumerate(labels)
+    )
+    return _picture([panel], words, 2 * label_width + 130, height + 30)
+
+
+def grid(weights: Tensor, titles: Sequence[Sequence[str]], colours: Sequence[str]) -> str:
+    """A small panel for each layer, in rows, and head: weights are (L, h, N, N).
+
+    `titles` has one for each panel, by row, and `colours` one for each row.
+    """
+    rows, columns, size = weights.shape[:3]
+    width, height = max(40, 900 // columns), max(40, min(4 * size, 160))
+    panels = [
+        Panel(
+            titles[row][column],
+            column * width + 4,
+            row * (height + 24) + 18,
+            width - 12,
+            height,
+            weights[row, column, None],
+            colours[row : row + 1],
+        )
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    return _picture(panels, "", columns * width, rows * (height + 24))
+
+
+def _picture(panels: Sequence[Panel], words: str, width: int, height: int) -> str:
+    everything = torch.cat([panel.weights.flatten() for panel in panels])
+    least = float(everything.topk(min(LINES, len(everything))).values[-1])
+    drawn = "".join(_drawn(panel, max(least, 1 / _LEVELS / 2)) for panel in panels)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="Helvetica, Arial, sans-serif" font-size="13" stroke-width="1.5">'
+        f'<rect width="100%" height="100%" fill="white"/>{drawn}{words}</svg>'
+    )
+
+
+def _drawn(panel: Panel, least: float) -> str:
+    """A panel's lines of weights of at least `least`: a path for each head and opacity."""
+    size = panel.weights.shape[-1]
+    x, step = panel.x, panel.height / size
+    levels = (panel.weights * _LEVELS).ceil().clamp(max=_LEVELS)  # (h, N, N)
+    paths = [
+        f'<text x="{x + panel.width / 2:g}" y="{panel.y - 8:g}" text-anchor="middle" '
+        f'font-size="11">{_text(panel.title)}</text>'
+    ]
+    for head, colour in enumerate(panel.colours):
+        kept = panel.weights[head] >= least
+        for level in range(1, _LEVELS + 1):
+            pairs = ((levels[head] == level) & kept).nonzero().tolist()
+            lines = "".join(
+                f"M{x:g} {panel.y + (query + 0.5) * step:.1f}"
+                f"L{x + panel.width:g} {panel.y + (key + 0.5) * step:.1f}"
+                for query, key in pairs
+            )
+            if pairs:
+                opacity = level / _LEVELS / math.sqrt(len(panel.colours))
+                paths.append(
+                    f'<path stroke="{colour}" stroke-opacity="{opacity:.2g}" d="{lines}"/>'
+                )
+    return "".join(paths)
+
+
+def _text(text: str) -> str:
+    return html.escape(_NO_XML.sub("\ufffd", text))
