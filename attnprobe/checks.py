@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnprobe.formula import Tile, tiles
+from attnprobe.formula import Tile
 from attnprobe.masks import MaskRule, disagreement
 from attnprobe.projections import merged, projected
 from attnprobe.records import AttentionCall
@@ -124,14 +124,7 @@ def _compare_tiles(check: str, call: AttentionCall) -> list[Row]:
     assert call.expected_mask is not None
     worst = _Worst(call.heads, call.query.device)
     largest = _largest_error(call)
-    for tile in tiles(
-        call.query,
-        call.key,
-        call.value,
-        call.expected_mask,
-        call.expected_scaling,
-        rounding=call.rounding,
-    ):
+    for tile in call.tiles():
         seen = tile.seen[..., None]  # (B, 1, t, 1)
         if check == "output":
             assert call.head_output_model is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +13,8 @@ from attnprobe.formula import scores as dot_products
 from attnprobe.formula import tiles
 from attnprobe.masks import MaskRule
 from attnprobe.records import AttentionCall, Capture, whole
-from attnprobe.words import Words
+from attnprobe.words import By, Words
 
-By = Literal["token", "word"]
 Which = int | Sequence[int] | None
 """One layer or head, several, or all of them."""
 
@@ -43,11 +41,11 @@ def weights(
             be its own (the message says why).
     """
     heads = chosen(head, captured(cap).call(layer).heads, "head")
+    words = cap.words_of(text)
+    words.labels(by)  # refuses an unknown `by`
     found = Attention.of(cap, layer, heads, text).weights
     if by == "word":
-        found = to_words(found, cap.words_of(text))
-    elif by != "token":
-        raise InputError(f"by must be 'token' or 'word', got {by!r}")
+        found = to_words(found, words)
     return found if head is None or isinstance(head, Iterable) else found[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from attnprobe.errors import InputError
-from attnprobe.formula import Arithmetic, arithmetic
+from attnprobe.formula import Arithmetic, Tile, arithmetic, tiles
 from attnprobe.masks import MaskRule
 from attnprobe.words import Words
 
@@ -101,6 +102,18 @@ class AttentionCall:
     def rounding(self) -> Arithmetic:
         """How the kernel rounds."""
         return arithmetic(self.dtype, self.kernel, self.operands)
+
+    def tiles(self) -> Iterator[Tile]:
+        """The formula computed again, by the expected mask and scaling, with bounds; in tiles."""
+        assert self.expected_mask is not None
+        return tiles(
+            self.query,
+            self.key,
+            self.value,
+            self.expected_mask,
+            self.expected_scaling,
+            rounding=self.rounding,
+        )
 
     @property
     def heads(self) -> int:

@@ -11,8 +11,9 @@ import torch
 from pandas.io.formats.style import Styler
 
 from attnprobe.errors import InputError
-from attnprobe.recompute import Attention, By, Which, captured, chosen, to_words
+from attnprobe.recompute import Attention, Which, captured, chosen, to_words
 from attnprobe.records import Capture, whole
+from attnprobe.words import By
 
 TABLE_BYTES = 500_000_000
 """The largest frame that `table` makes unless told otherwise, in bytes."""
@@ -63,8 +64,6 @@ def table(
         InputError: a layer, head or text out of range; `wide` of more than one head; a frame that
             would take more than `max_bytes`.
     """
-    if by not in ("token", "word"):
-        raise InputError(f"by must be 'token' or 'word', got {by!r}")
     texts = chosen(text, len(captured(cap)), "text")
     layers = chosen(layer, cap.layers, "layer")
     heads = chosen(head, cap.calls[0].heads, "head")
@@ -78,15 +77,10 @@ def table(
     return frames[0] if len(frames) == 1 else _stacked(frames)
 
 
-def _labels(cap: Capture, by: By, text: int) -> list[str]:
-    words = cap.words_of(text)
-    return list(words.tokens) if by == "token" else [word.label for word in words.words]
-
-
 def _refuse_size(
     cap: Capture, texts: list[int], heads: int, by: By, future: bool, max_bytes: int
 ) -> None:
-    lengths = [len(_labels(cap, by, text)) for text in texts]
+    lengths = [len(cap.words_of(text).labels(by)) for text in texts]
     pairs = sum(n * (n + 1) // 2 if cap.causal and not future else n * n for n in lengths)
     needed = _ROW_BYTES * heads * pairs
     if needed > max_bytes:
@@ -103,7 +97,7 @@ def _long(
     columns: dict[str, Any] = {
         name: np.concatenate([part[name] for part in parts]) for name in parts[0]
     }
-    labels = _labels(cap, by, text)
+    labels = cap.words_of(text).labels(by)
     categories = pd.Index(list(dict.fromkeys(labels)))
     codes = categories.get_indexer(pd.Index(labels))
     for role in ("query", "key"):
@@ -167,7 +161,7 @@ def _wide(cap: Capture, layer: int, head: int, by: By, text: int) -> pd.DataFram
     found = Attention.of(cap, layer, [head], text).weights
     if by == "word":
         found = to_words(found, cap.words_of(text))
-    labels = told_apart(_labels(cap, by, text))
+    labels = told_apart(cap.words_of(text).labels(by))
     return pd.DataFrame(
         found[0].cpu().numpy(),
         index=pd.Index(labels, name="query"),

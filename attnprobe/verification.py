@@ -12,7 +12,7 @@ from torch import Tensor
 from attnprobe.capturing import output_of
 from attnprobe.checks import BY_CALL, rows_left_out, unheld
 from attnprobe.errors import InputError
-from attnprobe.formula import attention, tiles
+from attnprobe.formula import attention
 from attnprobe.hooks import replaced
 from attnprobe.records import AttentionCall, Capture
 from attnprobe.report import Row, VerificationReport
@@ -185,14 +185,7 @@ def _moved(call: AttentionCall, generator: torch.Generator) -> Tensor:
     """The formula's output, each number moved by its bound, up or down at random."""
     assert call.expected_mask is not None
     parts = []
-    for tile in tiles(
-        call.query,
-        call.key,
-        call.value,
-        call.expected_mask,
-        call.expected_scaling,
-        rounding=call.rounding,
-    ):
+    for tile in call.tiles():
         assert tile.output_bound is not None
         sign = torch.randint(0, 2, tile.output.shape, generator=generator) * 2 - 1
         parts.append(tile.output + sign.to(tile.output.device) * tile.output_bound)

@@ -37,6 +37,7 @@ from attnprobe.errors import InputError
 from attnprobe.spans import SPACE_MARKS, Span, Spans, locate
 
 Kind = Literal["word", "space", "special"]
+By = Literal["token", "word"]
 
 # Each alternative ends where UAX #29 has a boundary. Possessive runs and look-behinds keep the
 # search linear in the text.
@@ -109,6 +110,16 @@ class Words:
     """Each token's word, as an index of `words`."""
     tail: str
     """What stands after the last word: white space or dropped characters, without tokens."""
+
+    def labels(self, by: By) -> list[str]:
+        """What tables and pictures call each token or word.
+
+        Raises:
+            InputError: an unknown `by`.
+        """
+        if by not in ("token", "word"):
+            raise InputError(f"by must be 'token' or 'word', got {by!r}")
+        return list(self.tokens) if by == "token" else [word.label for word in self.words]
 
 
 def read(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnprobe.errors import InputError
-from attnprobe.recompute import Attention, By, Which
+from attnprobe.recompute import Attention, Which
 from attnprobe.records import Capture
 from attnprobe.views.colours import colours
 from attnprobe.views.labels import columns_of
@@ -19,6 +19,7 @@ from attnprobe.views.page import View, bertviz_page
 from attnprobe.views.scripts import STEPS, UNPACK_NEURONS, UNPACK_WEIGHTS, script
 from attnprobe.views.selection import Selection, pairs, refuse_size
 from attnprobe.views.still import grid, one_panel
+from attnprobe.words import By
 
 HEAD_LINES = 120_000
 """The most lines that `head_view` draws unless told otherwise: 12 heads at 100 tokens."""

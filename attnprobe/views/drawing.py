@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -16,6 +15,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
+
+from attnprobe.views.labels import columns_of
 
 # From nearly white to a dark violet in even steps of lightness, so that it holds for the
 # colour-blind and in grey. What magma has beyond that is too dark to tell apart.
@@ -70,12 +71,7 @@ class Sheet:
 
     def width(self, cell: float) -> float:
         """About how many points the widest label takes beside cells of so many points."""
-        return 0.65 * self.points(cell) * max(map(_columns, self.labels))
-
-
-def _columns(label: str) -> int:
-    """How many columns of a terminal a label takes: two for a Chinese character."""
-    return sum(1 + (unicodedata.east_asian_width(one) in "WF") for one in label)
+        return 0.65 * self.points(cell) * max(map(columns_of, self.labels))
 
 
 class _Figure(Figure):

@@ -6,8 +6,8 @@ import re
 import unicodedata
 from itertools import accumulate
 
-from attnprobe.recompute import By
 from attnprobe.records import Capture
+from attnprobe.words import By
 
 # They would turn around what stands after them, so that a label shows what the text does not hold.
 _OVERRIDES = re.compile("[\u202a-\u202e\u2066-\u2069]")
@@ -18,8 +18,7 @@ def labels_of(cap: Capture, by: By, text: int, columns: int) -> list[str]:
 
     Bidirectional overrides stand as their code points, `<U+202E>`.
     """
-    words = cap.words_of(text)
-    read = words.tokens if by == "token" else [word.label for word in words.words]
+    read = cap.words_of(text).labels(by)
     return [_shortened(_OVERRIDES.sub(_code_point, label), columns) for label in read]
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnprobe.errors import InputError
-from attnprobe.recompute import Attention, By, Which, chosen, to_words
+from attnprobe.recompute import Attention, Which, chosen, to_words
 from attnprobe.records import Capture
+from attnprobe.words import By
 
 if TYPE_CHECKING:  # matplotlib is an extra
     from matplotlib.axes import Axes
@@ -119,13 +120,6 @@ def _chosen(cap: Capture, layer: Which, head: Which) -> tuple[list[int], list[in
     return layers, chosen(head, counts[0], "head")
 
 
-def _labels(cap: Capture, by: By, text: int) -> list[str]:
-    if by not in ("token", "word"):
-        raise InputError(f"by must be 'token' or 'word', got {by!r}")
-    words = cap.words_of(text)
-    return list(words.tokens) if by == "token" else [word.label for word in words.words]
-
-
 def _panels(
     cap: Capture, layers: list[int], heads: list[int], by: By, text: int
 ) -> list[list[Panel]]:
@@ -136,7 +130,7 @@ def _panels(
     """
     from attnprobe.views.drawing import Panel
 
-    needed = 8 * len(layers) * len(heads) * len(_labels(cap, by, text)) ** 2
+    needed = 8 * len(layers) * len(heads) * len(cap.words_of(text).labels(by)) ** 2
     if needed > PICTURE_BYTES:
         raise InputError(
             f"the picture would hold {needed / 1e6:,.0f} MB of weights, more than "
@@ -167,7 +161,7 @@ def _sheet(
         raise InputError(f"vmax must be a weight above 0, got {vmax}")
     name = _shortened(cap.lm.name, LONGEST_NAME) if cap.lm is not None else ""
     heading = ", ".join(filter(None, (name, which)))
-    letters = fonts.legible([heading, *_labels(cap, by, text)])
+    letters = fonts.legible([heading, *cap.words_of(text).labels(by)])
     heading, *labels = letters.texts
     title = "\n".join(filter(None, (heading, f"attention weights by {by}")))
     labels = [_shortened(label, LONGEST) for label in labels]

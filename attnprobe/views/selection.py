@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from attnprobe.errors import InputError, NonFiniteError
-from attnprobe.recompute import Attention, By, Which, chosen, to_words
+from attnprobe.recompute import Attention, Which, chosen, to_words
 from attnprobe.records import Capture
 from attnprobe.views.labels import labels_of
+from attnprobe.words import By
 
 Drawn = Callable[[int, int, int], int]
 """From a number of layers, of heads and of labels to the number of lines that a page draws."""
