@@ -70,23 +70,25 @@ def table(
     if wide:
         if len(texts) * len(layers) * len(heads) != 1:
             raise InputError("wide shows one text, layer and head: give text, layer and head")
+        _refuse_size(8 * _pairs(cap, texts, by, future=True), max_bytes)
         return _wide(cap, layers[0], heads[0], by, texts[0])
-    max_bytes = whole(max_bytes, "max_bytes")
-    _refuse_size(cap, texts, len(layers) * len(heads), by, future, max_bytes)
+    rows = len(layers) * len(heads) * _pairs(cap, texts, by, future)
+    _refuse_size(_ROW_BYTES * rows, max_bytes)
     frames = [_long(cap, one, layers, heads, by, future) for one in texts]
     return frames[0] if len(frames) == 1 else _stacked(frames)
 
 
-def _refuse_size(
-    cap: Capture, texts: list[int], heads: int, by: By, future: bool, max_bytes: int
-) -> None:
+def _pairs(cap: Capture, texts: list[int], by: By, future: bool) -> int:
+    """How many pairs of a query and a key one head's table holds, over some texts."""
     lengths = [len(cap.words_of(text).labels(by)) for text in texts]
-    pairs = sum(n * (n + 1) // 2 if cap.causal and not future else n * n for n in lengths)
-    needed = _ROW_BYTES * heads * pairs
-    if needed > max_bytes:
+    return sum(n * (n + 1) // 2 if cap.causal and not future else n * n for n in lengths)
+
+
+def _refuse_size(needed: int, max_bytes: int) -> None:
+    if needed > whole(max_bytes, "max_bytes"):
         raise InputError(
-            f"the table would take about {needed / 1e6:,.0f} MB, more than max_bytes "
-            f"({max_bytes / 1e6:,.0f} MB). Choose a layer and a head, or raise max_bytes"
+            f"the table would take about {needed:,} bytes, more than max_bytes ({max_bytes:,}). "
+            "Choose a layer and a head, or raise max_bytes"
         )
 
 

@@ -146,6 +146,8 @@ def test_wide_is_the_matrix_with_repeats_told_apart(sentence):
     assert frame.index.is_unique
     np.testing.assert_array_equal(frame, ap.weights(sentence, 1, 3, by="word"))
     assert (frame.index.name, frame.columns.name) == ("query", "key")
+    with pytest.raises(ap.InputError, match=r"more than max_bytes \(99\)"):
+        ap.table(sentence, 1, 3, wide=True, max_bytes=99)
     with pytest.raises(ap.InputError, match="wide shows one text, layer and head"):
         ap.table(sentence, 1, wide=True)
 
@@ -166,7 +168,7 @@ def test_gpt2_smalls_table_is_small_and_quick(gpt2):
     print(f"{size / 1e6:.0f} MB")
     assert size < 100e6
     with pytest.raises(
-        ap.InputError, match=r"would take about 53 MB, more than max_bytes \(50 MB\)"
+        ap.InputError, match=r"about 53,498,880 bytes, more than max_bytes \(50,000,000\)"
     ):
         ap.table(cap, max_bytes=50_000_000)
 
