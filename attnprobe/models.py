@@ -8,8 +8,6 @@ import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib import resources, util
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from attnprobe import hub
 from attnprobe.errors import AttnprobeError, InputError, ModelError
+from attnprobe.places import Place, locate
 from attnprobe.records import LanguageModel
-
-BUNDLED = "bundled"
-"""The source that names the small GPT-2 within this package."""
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "spiece.model", "*.bpe.model")
@@ -87,7 +82,7 @@ def load(
     kernel = {} if attn is None else {"attn_implementation": _kernel(attn)}
     name = os.fspath(source)
     with _refusing(name):
-        place = _locate(name, revision, trust_remote_code)
+        place = locate(name, revision, trust_remote_code)
         options = {"local_files_only": True, "trust_remote_code": trust_remote_code} | place.gguf
         with _quiet():
             model = _model(place, weights_dtype, kernel, options)
@@ -157,73 +152,11 @@ def _device(device: str | torch.device) -> torch.device:
     return found
 
 
-# Where the files are
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A folder with a model's files; `gguf` tells transformers which of them holds everything."""
-
-    name: str
-    folder: Path
-    gguf: dict[str, str] = field(default_factory=dict)
-
-
-def _locate(source: str, revision: str | None, trust_remote_code: bool) -> _Place:
-    path = Path(source)
-    is_gguf = path.suffix.lower() == ".gguf"
-    if not (source == BUNDLED or is_gguf or path.exists()):
-        folder = hub.fetch(source, revision, code=trust_remote_code)
-        return _checked(_Place(f"{source}@{folder.name[:12]}", folder))
-    if revision is not None:
-        raise InputError(f"{source} is local, and only a hub id has revisions: got {revision!r}")
-    if source == BUNDLED:
-        return _checked(_Place(BUNDLED, Path(str(resources.files("attnprobe") / BUNDLED))))
-    if is_gguf:
-        return _gguf(source, path)
-    if not path.is_dir():
-        raise ModelError(f"{source} is a file: expected a folder, a .gguf file or a hub id")
-    return _checked(_Place(source, path))
-
-
-def _gguf(source: str, path: Path) -> _Place:
-    if not path.is_file():
-        raise ModelError(f"there is no file {source}. One that is on the hub has to be downloaded")
-    with path.open("rb") as file:
-        start = file.read(4)
-    if start != b"GGUF":
-        raise ModelError(f"{source} is not a GGUF file: it starts with {start!r}, not with b'GGUF'")
-    lacking = [name for name in ("gguf", "accelerate") if util.find_spec(name) is None]
-    if lacking:
-        raise ModelError(
-            f"to read {source}, transformers needs the package {' and '.join(lacking)}: "
-            "pip install 'attnprobe[gguf]'"
-        )
-    return _Place(source, path.parent, {"gguf_file": path.name})
-
-
-def _checked(place: _Place) -> _Place:
-    """Refuse a folder that transformers would misread or report unclearly."""
-    files = {file.name for file in place.folder.iterdir()} if place.folder.is_dir() else set()
-    if "config.json" not in files:
-        packed = sorted(name for name in files if name.endswith(".gguf"))
-        advice = f"; it holds {packed[0]}: give that file's path" if packed else ""
-        raise ModelError(f"{place.name}: no config.json in {place.folder}, so no model{advice}")
-    if not files.intersection(hub.WEIGHTS):
-        pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in files)
-        advice = " (pickled weights are not read: they can run code)" if pickled else ""
-        raise ModelError(
-            f"{place.name}: no {' or '.join(hub.WEIGHTS)} in {place.folder}{advice}. "
-            "Weights are read from safetensors or GGUF"
-        )
-    return place
-
-
 # Model and tokenizer
 
 
 def _model(
-    place: _Place, dtype: str | torch.dtype, kernel: dict[str, str], options: dict[str, Any]
+    place: Place, dtype: str | torch.dtype, kernel: dict[str, str], options: dict[str, Any]
 ) -> nn.Module:
     config = transformers.AutoConfig.from_pretrained(place.folder, **options)
     if place.gguf:
@@ -293,7 +226,7 @@ def _size(shape: Any) -> str:
     return "×".join(str(one) for one in shape)
 
 
-def _tokenizer(place: _Place, options: dict[str, Any]) -> Any:
+def _tokenizer(place: Place, options: dict[str, Any]) -> Any:
     if not place.gguf:
         files = [file for pattern in _TOKENIZER_FILES for file in place.folder.glob(pattern)]
         if not files:

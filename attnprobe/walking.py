@@ -99,50 +99,17 @@ def walkthrough(
     chosen(head, call.heads, "head")
     at = words.words[position(words, word, nth)].tokens[-1]
     attention = Attention.of(cap, layer, [head], text)
-    query, key, value = attention.query[0, at], attention.key[0], attention.value[0]  # (D,), (T, D)
-    raw = key @ query  # (T,)
-    score = raw * attention.scaling
-    mask = torch.zeros_like(score).masked_fill(~attention.allowed[at], -torch.inf)
-    weight = softmax(score + mask)
-    brought = weight[:, None] * value  # (T, Dv)
-    output = brought.sum(0)
-    steps = pd.DataFrame(
-        {
-            "key_pos": range(len(key)),
-            "key": words.tokens,
-            **{
-                name: column.cpu().numpy()
-                for name, column in {
-                    "score_raw": raw,
-                    "query_norm": query.norm().expand(len(key)),
-                    "key_norm": key.norm(dim=-1),
-                    "cosine": raw / (query.norm() * key.norm(dim=-1)),
-                    "score": score,
-                    "mask": mask,
-                    "masked_score": score + mask,
-                    "weight": weight,
-                    "value_norm": value.norm(dim=-1),
-                    "weighted_norm": brought.norm(dim=-1),
-                    "share": brought @ output / output.square().sum(),
-                }.items()
-            },
-        }
-    )
+    steps, output = _steps(attention, at, words.tokens)
     assert call.head_output_model is not None
-    place = cap.positions(text)[at]
+    place = int(cap.positions(text)[at])
     output_model = call.head_output_model[text, place, head].double()
-    error = (output - output_model).abs().max().item()
     totals = {
-        "sum of the weights": weight.sum().item(),
+        "sum of the weights": steps["weight"].sum(),
         "sum of the shares": steps["share"].sum(skipna=False),
         "|o|, the size of the head's output": output.norm().item(),
-        "largest |o - the model's own head output|": error,
-        "bound on that difference": _bound(call, text, head, int(place)),
-        f"entropy of the weights with the scaling {attention.scaling:.4g} (nats)": _entropy(weight),
-        "entropy without it (nats)": _entropy(softmax(raw + mask)),
-        f"the most an entropy can be here, ln {int(attention.allowed[at].sum())} (nats)": math.log(
-            int(attention.allowed[at].sum())
-        ),
+        "largest |o - the model's own head output|": (output - output_model).abs().max().item(),
+        "bound on that difference": _bound(call, text, head, place),
+        **_entropies(steps, attention.scaling),
     }
     return Walkthrough(
         title=(
@@ -159,6 +126,45 @@ def walkthrough(
         output=output,
         output_model=output_model,
     )
+
+
+def _steps(attention: Attention, at: int, tokens: tuple[str, ...]) -> tuple[pd.DataFrame, Tensor]:
+    """The formula for the query at one position: a row a key; and the head's output, (Dv,)."""
+    query, key, value = attention.query[0, at], attention.key[0], attention.value[0]  # (D,), (T, D)
+    raw = key @ query  # (T,)
+    score = raw * attention.scaling
+    mask = torch.zeros_like(score).masked_fill(~attention.allowed[at], -torch.inf)
+    weight = softmax(score + mask)
+    brought = weight[:, None] * value  # (T, Dv)
+    output = brought.sum(0)
+    columns = {
+        "score_raw": raw,
+        "query_norm": query.norm().expand(len(key)),
+        "key_norm": key.norm(dim=-1),
+        "cosine": raw / (query.norm() * key.norm(dim=-1)),
+        "score": score,
+        "mask": mask,
+        "masked_score": score + mask,
+        "weight": weight,
+        "value_norm": value.norm(dim=-1),
+        "weighted_norm": brought.norm(dim=-1),
+        "share": brought @ output / output.square().sum(),
+    }
+    numbers = {name: column.cpu().numpy() for name, column in columns.items()}
+    return pd.DataFrame({"key_pos": range(len(key)), "key": tokens, **numbers}), output
+
+
+def _entropies(steps: pd.DataFrame, scaling: float) -> dict[str, float]:
+    """The entropy of the row's weights in nats: as they are, without the scaling, at the most."""
+    raw, mask, weight = (
+        torch.tensor(steps[name].to_numpy()) for name in ("score_raw", "mask", "weight")
+    )
+    seen = int((mask == 0).sum())
+    return {
+        f"entropy of the weights with the scaling {scaling:.4g} (nats)": _entropy(weight),
+        "entropy without it (nats)": _entropy(softmax(raw + mask)),
+        f"the most an entropy can be here, ln {seen} (nats)": math.log(seen),
+    }
 
 
 def _sizes(call: AttentionCall, head: int) -> pd.DataFrame:

