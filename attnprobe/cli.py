@@ -339,7 +339,7 @@ def _check_target(
 ) -> Format | None:
     """Refuse, before any work, a file that could not be written; give the format to write.
 
-    Without a format, a name's ending says it; a name that says none gets a table to read.
+    Without a format, a name's ending says it; a name that says none is refused.
     """
     if out is not None and format is None and not suffixes:
         format = _FORMATS.get(out.suffix.lower())
