@@ -94,8 +94,10 @@ def _mask_used(call: AttentionCall, start: int, stop: int) -> Tensor:
         rule = MaskRule(queries, keys, causal=causal, offset=offset)
         return rule.allowed(start, stop, device=call.query.device, keys=keys)
     if call.mask.dim() == 2:  # the flash kernels take padding, and mask the future by themselves
-        rule = replace(
-            MaskRule(queries, keys, causal=call.is_causal and queries > 1),
+        rule = MaskRule(
+            queries,
+            keys,
+            causal=call.is_causal and queries > 1,
             padding=call.mask[:, :keys].bool(),
             offset=keys - queries,
         )
@@ -220,22 +222,28 @@ class _Worst:
 
 def unheld(call: AttentionCall) -> str:
     """Why the formula here does not hold for a call; empty where it does."""
+    return _unheld_term(call) or ("" if call.facts_known else _departure(call))
+
+
+def difference(call: AttentionCall) -> str:
+    """Why the formula's weights would not be the model's own; empty where they are."""
+    return _unheld_term(call) or _departure(call)
+
+
+def _unheld_term(call: AttentionCall) -> str:
     if call.expected_mask is None:
         return NO_RULE
     if call.terms:
         return f"the formula here has no {', '.join(call.terms)}"
     if call.dropout:
         return f"dropout of {call.dropout} was on, so the weights were random"
-    if not call.facts_known:
-        difference = _scaling_difference(call) or _mask_difference(call)
-        if difference:
-            return f"{_unknown_type(call)}: {difference}"
     return ""
 
 
-def difference(call: AttentionCall) -> str:
-    """Why the formula's weights would not be the model's own; empty where they are."""
-    return unheld(call) or _scaling_difference(call) or _mask_difference(call)
+def _departure(call: AttentionCall) -> str:
+    """How the scale or mask that the model went by departs from the facts; empty if not."""
+    found = _scaling_difference(call) or _mask_difference(call)
+    return found if not found or call.facts_known else f"{_unknown_type(call)}: {found}"
 
 
 def rows_left_out(call: AttentionCall) -> int:

@@ -79,7 +79,7 @@ def window(config: Any, layer: int) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-def padding_of(frames: list[dict[str, Any]], kind: str, batch: int, keys: int) -> Any:
+def _padding_of(frames: list[dict[str, Any]], kind: str, batch: int, keys: int) -> Any:
     """The `attention_mask` of 0 and 1, (B, S or more), that holds for a call; else what was given.
 
     Args:
@@ -99,7 +99,7 @@ def padding_of(frames: list[dict[str, Any]], kind: str, batch: int, keys: int) -
     return fitting[0] if fitting else given[0] if given else None
 
 
-def packs_documents(frames: list[dict[str, Any]]) -> bool:
+def _packs_documents(frames: list[dict[str, Any]]) -> bool:
     """Whether positions start anew within a row, without a mask: several documents in one text."""
     given = [frame.get("position_ids") for frame in frames]
     return any(
@@ -121,10 +121,10 @@ def mask_rule(
     layer: int,
     kind: str,
     shape: tuple[int, int, int],
-    padding: Any,
-    past: int,
+    frames: list[dict[str, Any]],
 ) -> MaskRule | None:
-    """M's rule for one call, or None where the inputs do not say it (a mask of more than two axes).
+    """M's rule for one call, or None where the inputs do not say it: a mask of more than two axes,
+    or several documents packed into one text.
 
     Args:
         module: the attention module.
@@ -132,11 +132,13 @@ def mask_rule(
         layer: counted from 0.
         kind: "self" or "cross".
         shape: (B, T, S).
-        padding: (B, S) of 0 and 1, what the caller gave as `attention_mask`; or None. Anything else
-            is a mask with rules of its own.
-        past: how many tokens a cache held before this forward.
+        frames: the arguments of the models that are running, the outermost first, with `past`: how
+            many tokens a cache held before this forward.
     """
+    if _packs_documents(frames):
+        return None
     batch, queries, keys = shape
+    padding = _padding_of(frames, kind, batch, keys)
     if padding is not None:
         if not _fits(padding, batch, keys):
             return None
@@ -144,6 +146,7 @@ def mask_rule(
     if kind == "cross":
         return MaskRule(queries, keys, causal=False, padding=padding)
     # A cache that slides or was cropped holds fewer keys than tokens went by.
+    past = max((frame["past"] for frame in frames), default=0)
     offset = past if past + queries <= keys else keys - queries
     return MaskRule(
         queries,

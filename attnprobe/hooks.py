@@ -1,4 +1,4 @@
-"""See each attention call of a model as it runs: `probe`, `capture`.
+"""See each attention call of a model as it runs: `probe`; or put another in its place.
 
 The only module that knows where transformers computes attention: every model asks
 `AttentionInterface.get_interface` for a kernel and calls it with query, key, value and mask. While
@@ -179,7 +179,7 @@ class _Interception:
             entered.called = True
         layer = self._count(kind)
         query, key, value = (arguments[name].detach() for name in ("query", "key", "value"))
-        batch, keys = key.shape[0], key.shape[2]
+        shape = (key.shape[0], query.shape[2], key.shape[2])
         cached = next((arg for arg in own.values() if isinstance(arg, Cache)), None)
         if cached is not None and cached.is_compileable:  # a buffer that the next step writes into
             key, value = key.clone(), value.clone()
@@ -200,17 +200,7 @@ class _Interception:
             expected_scaling=facts.expected_scaling(config, query.shape[-1], layer),
             mask=mask.detach() if isinstance(mask, Tensor) else None,
             is_causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
-            expected_mask=None
-            if facts.packs_documents(self.frames)
-            else facts.mask_rule(
-                module,
-                config,
-                layer,
-                kind,
-                (batch, query.shape[2], keys),
-                facts.padding_of(self.frames, kind, batch, keys),
-                max((frame["past"] for frame in self.frames), default=0),
-            ),
+            expected_mask=facts.mask_rule(module, config, layer, kind, shape, self.frames),
             step=max(self.step, 0),
             terms=_terms(arguments, query.device),
             facts_known=getattr(config, "model_type", None) in facts.KNOWN_TYPES,

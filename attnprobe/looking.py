@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attnprobe.errors import InputError
 from attnprobe.projections import value_norms
-from attnprobe.recompute import Attention, Which, captured, chosen, to_words
-from attnprobe.records import Capture, whole
+from attnprobe.recompute import Attention, Which, chosen, to_words
+from attnprobe.records import Capture, captured, whole
 from attnprobe.words import Words
 
 How = Literal["mean", "max", "rollout"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from attnprobe.errors import InputError
 from attnprobe.formula import scores as dot_products
 from attnprobe.formula import tiles
 from attnprobe.masks import MaskRule
-from attnprobe.records import AttentionCall, Capture, whole
+from attnprobe.records import AttentionCall, Capture, captured, whole
 from attnprobe.words import By, Words
 
 Which = int | Sequence[int] | None
@@ -41,11 +42,7 @@ def weights(
             be its own (the message says why).
     """
     heads = chosen(head, captured(cap).call(layer).heads, "head")
-    words = cap.words_of(text)
-    words.labels(by)  # refuses an unknown `by`
-    found = Attention.of(cap, layer, heads, text).weights
-    if by == "word":
-        found = to_words(found, words)
+    found, _ = Attention.of(cap, layer, heads, text).shown(by)
     return found if head is None or isinstance(head, Iterable) else found[0]
 
 
@@ -93,37 +90,48 @@ def chosen(which: Which, count: int, what: str) -> list[int]:
     return numbers
 
 
-def captured(cap: object) -> Capture:
-    """The capture that a public function was given.
-
-    Raises:
-        InputError: it is something else.
-    """
-    if not isinstance(cap, Capture):
-        raise InputError(f"expected a capture, what ap.capture returns; got {type(cap).__name__}")
-    return cap
-
-
 class Attention:
     """Scores and weights of some heads of one layer among one text's own tokens, all float64.
 
     Attributes:
         query, key, value: (h, T, D or Dv): key and value of the head that serves each query head.
         allowed: (T, T) bool, where a query may attend.
-        scores: (h, T, T), scaled, not masked.
         weights: (h, T, T).
+        words: how the text is read.
     """
 
     def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, scaling: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rule: MaskRule,
+        scaling: float,
+        words: Words,
     ) -> None:
         self.query, self.key, self.value = query.double(), key.double(), value.double()
-        self.scaling = scaling
+        self.scaling, self.words = scaling, words
         self.allowed = rule.allowed(keys=rule.keys, device=query.device)[0, 0]
-        self.scores = dot_products(query[None], key[None], scaling)[0]
-        self.weights = torch.zeros_like(self.scores)
+        self.weights = self.query.new_zeros(*query.shape[:2], rule.keys)
         for tile in tiles(query[None], key[None], value[None], rule, scaling):
             self.weights[:, tile.start : tile.stop, : tile.weights.shape[-1]] = tile.weights[0]
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """(h, T, T), scaled, not masked."""
+        return dot_products(self.query[None], self.key[None], self.scaling)[0]
+
+    def shown(self, by: By) -> tuple[Tensor, Tensor]:
+        """The weights, (h, N, N), and where a query may attend, (N, N) bool; by token or by word.
+
+        Raises:
+            InputError: an unknown `by`.
+        """
+        self.words.labels(by)
+        if by == "token":
+            return self.weights, self.allowed
+        allowed = to_words(self.allowed.double(), self.words) > 0
+        return to_words(self.weights, self.words), allowed
 
     @classmethod
     def of(cls, cap: Capture, layer: int, heads: Sequence[int], text: int) -> Attention:
@@ -149,6 +157,7 @@ class Attention:
             call.value[text, key_heads, stretch],
             call.expected_mask.within(len(at)),
             call.expected_scaling,
+            cap.words_of(text),
         )
 
 

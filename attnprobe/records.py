@@ -83,11 +83,11 @@ class AttentionCall:
     """Whether scale and mask are known for this type of model; see `attnprobe.facts`."""
     operands: float = 0.0
     """The unit with which torch rounded a matrix product's operands then; 0 if it did not."""
-    module: nn.Module | None = field(default=None, repr=False)
-    hidden_states: Tensor | None = field(default=None, repr=False)  # (B, T, E): X
-    head_output_model: Tensor | None = field(default=None, repr=False)  # (B, T, H, Dv)
-    weights_model: Tensor | None = field(default=None, repr=False)  # (B, H, T, S), eager only
-    attention_output: Tensor | None = field(default=None, repr=False)  # (B, T, E): after W_O
+    module: nn.Module | None = None
+    hidden_states: Tensor | None = None  # (B, T, E): X
+    head_output_model: Tensor | None = None  # (B, T, H, Dv)
+    weights_model: Tensor | None = None  # (B, H, T, S), eager only
+    attention_output: Tensor | None = None  # (B, T, E): after W_O
 
     def __repr__(self) -> str:
         shapes = f"query {tuple(self.query.shape)}, key {tuple(self.key.shape)}"
@@ -148,7 +148,7 @@ class Capture:
     output: Tensor
     unseen: tuple[UnseenAttention, ...] = ()
     """Attention modules that ran and asked for no kernel: nothing is known of what they did."""
-    inputs: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
     """The keyword arguments of the forward, for running it again."""
 
     def __len__(self) -> int:
@@ -215,3 +215,14 @@ class Capture:
                 f"numbered 0 to {len(self) - 1}"
             )
         return text
+
+
+def captured(cap: object) -> Capture:
+    """The capture that a public function was given.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if not isinstance(cap, Capture):
+        raise InputError(f"expected a capture, what ap.capture returns; got {type(cap).__name__}")
+    return cap

@@ -11,8 +11,8 @@ import torch
 from pandas.io.formats.style import Styler
 
 from attnprobe.errors import InputError
-from attnprobe.recompute import Attention, Which, captured, chosen, to_words
-from attnprobe.records import Capture, whole
+from attnprobe.recompute import Attention, Which, chosen
+from attnprobe.records import Capture, captured, whole
 from attnprobe.words import By
 
 TABLE_BYTES = 500_000_000
@@ -114,17 +114,11 @@ def _of_layer(
 ) -> dict[str, np.ndarray]:
     """The columns of one layer, but for the labels: a row a head and pair."""
     attention = Attention.of(cap, layer, heads, text)
-    if by == "word":
-        words = cap.words_of(text)
-        values = {"weight": to_words(attention.weights, words)}  # (h, N, N)
-        allowed = to_words(attention.allowed.double(), words) > 0  # (N, N)
-    else:
-        values = {
-            "score_raw": attention.scores / attention.scaling,
-            "score": attention.scores,
-            "weight": attention.weights,
-        }
-        allowed = attention.allowed  # (T, T)
+    weights, allowed = attention.shown(by)  # (h, N, N), (N, N)
+    values = {"weight": weights}
+    if by == "token":  # a word has no score of its own
+        raw = attention.scores / attention.scaling
+        values = {"score_raw": raw, "score": attention.scores, **values}
     pairs = (torch.ones_like(allowed) if future else allowed).nonzero(as_tuple=True)
     query_pos, key_pos = (at.cpu().numpy().astype(np.int32) for at in pairs)
     masked = ~allowed[pairs].cpu().numpy()
@@ -160,9 +154,7 @@ def _stacked(frames: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _wide(cap: Capture, layer: int, head: int, by: By, text: int) -> pd.DataFrame:
-    found = Attention.of(cap, layer, [head], text).weights
-    if by == "word":
-        found = to_words(found, cap.words_of(text))
+    found, _ = Attention.of(cap, layer, [head], text).shown(by)
     labels = told_apart(cap.words_of(text).labels(by))
     return pd.DataFrame(
         found[0].cpu().numpy(),

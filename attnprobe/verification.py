@@ -14,7 +14,7 @@ from attnprobe.checks import BY_CALL, rows_left_out, unheld
 from attnprobe.errors import InputError
 from attnprobe.formula import attention
 from attnprobe.hooks import replaced
-from attnprobe.records import AttentionCall, Capture
+from attnprobe.records import AttentionCall, Capture, captured
 from attnprobe.report import Row, VerificationReport
 
 CHECKS = (*BY_CALL, "logits")
@@ -57,8 +57,7 @@ def verify(
     Raises:
         InputError: a name in `checks` that is none of the above; no capture.
     """
-    if not isinstance(cap, Capture):
-        raise InputError(f"expected a capture, what ap.capture returns; got {type(cap).__name__}")
+    cap = captured(cap)
     if isinstance(checks, str) or not isinstance(checks, Sequence | None):
         raise InputError(f"expected a list of checks, got {checks!r}")
     checks = CHECKS if checks is None else tuple(checks)

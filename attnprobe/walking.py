@@ -13,8 +13,8 @@ from torch import Tensor
 from attnprobe.formula import softmax
 from attnprobe.looking import position
 from attnprobe.projections import source
-from attnprobe.recompute import Attention, captured, chosen
-from attnprobe.records import AttentionCall, Capture, whole
+from attnprobe.recompute import Attention, chosen
+from attnprobe.records import AttentionCall, Capture, captured, whole
 from attnprobe.tables import styled
 from attnprobe.words import visible
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnprobe.errors import InputError
-from attnprobe.recompute import Attention, Which, chosen, to_words
+from attnprobe.recompute import Attention, Which, chosen
 from attnprobe.records import Capture
 from attnprobe.words import By
 
-if TYPE_CHECKING:  # matplotlib is an extra
+if TYPE_CHECKING:  # matplotlib is slow to import, and only for who draws
     from matplotlib.axes import Axes
 
     from attnprobe.views.drawing import Panel, Sheet
@@ -61,7 +61,6 @@ def heatmap(
     Raises:
         InputError: layer, head or text out of range; an unknown `by`; a `vmax` that is not above 0;
             an `ax` that is none; weights of more than `PICTURE_BYTES`.
-        AttnprobeError: matplotlib is not installed.
     """
     from matplotlib.axes import Axes
 
@@ -98,7 +97,7 @@ def heatmap_grid(
         `grid[0, 0].figure.savefig("heads.pdf")` saves the figure.
 
     Raises:
-        InputError, AttnprobeError: as `heatmap`; layers with different numbers of heads.
+        InputError: as `heatmap`; layers with different numbers of heads.
     """
     from attnprobe.views import drawing
 
@@ -138,12 +137,7 @@ def _panels(
         )
     rows = []
     for layer in layers:
-        attention = Attention.of(cap, layer, heads, text)
-        weights, allowed = attention.weights, attention.allowed  # (h, T, T), (T, T)
-        if by == "word":
-            words = cap.words_of(text)
-            weights = to_words(weights, words)  # (h, N, N)
-            allowed = to_words(allowed.double(), words) > 0  # (N, N)
+        weights, allowed = Attention.of(cap, layer, heads, text).shown(by)  # (h, N, N), (N, N)
         where = allowed.cpu().numpy()
         rows.append([Panel(one, where) for one in weights.cpu().numpy()])
     return rows

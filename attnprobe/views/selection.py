@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnprobe.errors import InputError, NonFiniteError
-from attnprobe.recompute import Attention, Which, chosen, to_words
+from attnprobe.recompute import Attention, Which, chosen
 from attnprobe.records import Capture
 from attnprobe.views.labels import labels_of
 from attnprobe.words import By
@@ -79,8 +79,7 @@ class Selection:
         Raises:
             NonFiniteError: a row does not sum to 1.
         """
-        found = torch.stack([self.attention(layer).weights for layer in self.layers])
-        return to_words(found, self.cap.words_of(self.text)) if self.by == "word" else found
+        return torch.stack([self.attention(layer).shown(self.by)[0] for layer in self.layers])
 
 
 def pairs(count: int, causal: bool) -> int:
