@@ -15,8 +15,8 @@ from attnprobe.recompute import Attention, Which
 from attnprobe.records import Capture
 from attnprobe.views.colours import colours
 from attnprobe.views.labels import columns_of
-from attnprobe.views.page import View, bertviz_page
-from attnprobe.views.scripts import STEPS, UNPACK_NEURONS, UNPACK_WEIGHTS, script
+from attnprobe.views.page import View
+from attnprobe.views.scripts import STEPS, UNPACK_NEURONS, UNPACK_WEIGHTS, bertviz_page
 from attnprobe.views.selection import Selection, pairs, refuse_size
 from attnprobe.views.still import grid, one_panel
 from attnprobe.words import By
@@ -77,18 +77,18 @@ def head_view(
     }
     body = '<div id="view">Layer: <select id="layer"></select><div id="vis"></div></div>'
     title = f"Head view: {picked.title}"
-    page = bertviz_page(
+    drawn = bertviz_page(
         title,
         "Hover a word to see where it looks, or what looks at it. "
         "Click a coloured box to hide its head, double-click to see it alone.",
         body,
         params,
         UNPACK_WEIGHTS,
-        script("head_view.js"),
+        "head_view.js",
         min_width=max(115 + 2 * label_width, 20 * len(picked.heads)),
     )
     still = one_panel(f"layer {picked.layers[0]}", picked.labels, label_width, weights[0], by_head)
-    return View(title, page, round(22.5 * len(picked.labels)) + 110, still)
+    return View(title, drawn, round(22.5 * len(picked.labels)) + 110, still)
 
 
 def model_view(
@@ -134,13 +134,13 @@ def model_view(
         "label_width": _label_width(picked.labels, size=13, least=80),
     }
     title = f"Model view: {picked.title}"
-    page = bertviz_page(
+    drawn = bertviz_page(
         title,
         "Click a head to enlarge it, then hover a word on its left.",
         '<div id="view"><div id="vis"></div></div>',
         params,
         UNPACK_WEIGHTS,
-        script("model_view.js"),
+        "model_view.js",
         min_width=970,
     )
     thumbnails = len(picked.layers) * (7 * 12 / total * len(picked.labels) + 10) + 38
@@ -150,7 +150,7 @@ def model_view(
         [[f"{layer}.{head}" for head in picked.heads] for layer in picked.layers],
         by_layer,
     )
-    return View(title, page, round(max(thumbnails, detail)) + 70, still)
+    return View(title, drawn, round(max(thumbnails, detail)) + 70, still)
 
 
 def neuron_view(
@@ -187,14 +187,14 @@ def neuron_view(
         '<span class="dropdown-label">Head: </span><select id="att_head"></select>'
         '<div id="vis"></div></div>'
     )
-    page = bertviz_page(
+    drawn = bertviz_page(
         title,
         "Hover a word on the left; its + shows how its query meets each key. q ∙ k is shown scaled "
         f"({_read(params['scaling'])}), and Softmax is made of what is shown.",
         body,
         params,
         UNPACK_NEURONS,
-        script("neuron_view.js"),
+        "neuron_view.js",
         min_width=780 + 2 * label_width,
     )
     still = one_panel(
@@ -204,7 +204,7 @@ def neuron_view(
         found[0].weights[:1],
         colours(1),
     )
-    return View(title, page, 26 * len(picked.labels) + 170, still)
+    return View(title, drawn, 26 * len(picked.labels) + 170, still)
 
 
 def _weights_params(picked: Selection, weights: Tensor) -> dict[str, Any]:

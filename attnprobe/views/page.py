@@ -5,22 +5,21 @@ from __future__ import annotations
 import base64
 import html
 import json
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from attnprobe.printing import write
-from attnprobe.views import libraries
 
 _HIGHEST = 900  # pixels of a frame in a notebook; what is higher scrolls
 
 # Whatever the page holds, the browser fetches nothing for it and sends nothing.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
-
-# What BertViz uses of require.js: it names jQuery and d3, and is called with them.
-_REQUIRE = """window.require = {config() {}};
-window.requirejs = (names, use) => use(window.$, window.d3);"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,54 +64,55 @@ class View:
         )
 
 
-def bertviz_page(
-    title: str,
-    hint: str,
-    body: str,
-    params: Mapping[str, Any],
-    unpack: str,
-    script: str,
-    min_width: int,
-) -> str:
-    """A page that draws with one of BertViz's scripts.
+def page(title: str, style: str, body: str, scripts: Iterable[str], *, lang: str = "en") -> str:
+    """A page in one piece, that may fetch nothing.
 
     Args:
         title: text.
-        hint: text, what to do with the picture.
-        body: HTML, the elements that the script draws in.
-        params: what the script reads as `window.bertviz_params`, once `unpack` has run over it.
-        unpack: JavaScript.
-        script: JavaScript, BertViz's.
-        min_width: pixels; a narrower window scrolls.
+        style: CSS.
+        body: HTML, what the scripts draw in.
+        scripts: JavaScript, run in order.
+        lang: the language of the page's own words, as HTML names it.
     """
-    scripts = (
-        libraries.d3(),
-        libraries.jquery(),
-        _REQUIRE,
-        f"window.bertviz_params = {as_script(params)};",
-        unpack,
-        script,
-    )
     return f"""<!DOCTYPE html>
-<html lang="en">
+<html lang="{lang}">
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width">
 <title>{html.escape(title)}</title>
 <style>
-html {{ background: white; color: black; color-scheme: light; }}
-body {{ font: 14px/1.4 'Helvetica Neue', Helvetica, Arial, sans-serif; margin: 8px; }}
-header {{ color: #555; margin-bottom: 6px; }}
-#vis {{ margin-top: 6px; }}
-#vis svg {{ min-width: {min_width}px; }}
-</style>
+{style}</style>
 </head>
 <body>
-<header>{html.escape(title)}. {html.escape(hint)}</header>
 {body}
 {"".join(f"<script>{one}</script>{chr(10)}" for one in scripts)}</body>
 </html>
 """
+
+
+def own_page(title: str, name: str, body: str, data: Mapping[str, Any], *, lang: str = "en") -> str:
+    """A page that attnprobe draws itself, with `name`.css and `name`.js beside this module.
+
+    Args:
+        title: text.
+        name: of the style and the script, which follow common.css and common.js.
+        body: HTML, the elements that the script draws in.
+        data: what the script reads as `DATA`; arrays in it are `packed`.
+        lang: the language of the page's own words, as HTML names it.
+    """
+    scripts = (_own("common.js"), f"const DATA = {as_script(data)};", _own(f"{name}.js"))
+    return page(title, _own("common.css") + _own(f"{name}.css"), body, scripts, lang=lang)
+
+
+def packed(array: np.ndarray) -> dict[str, Any]:
+    """An array of uint8, uint16 or float32 as common.js's `unpack` reads it: small, and text."""
+    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return {
+        "type": array.dtype.name,
+        "shape": list(array.shape),
+        "data": base64.b64encode(zlib.compress(little.tobytes(), 9)).decode(),
+    }
 
 
 def as_script(data: Any) -> str:
@@ -121,3 +121,8 @@ def as_script(data: Any) -> str:
     for mark in "<>&\u2028\u2029":
         written = written.replace(mark, f"\\u{ord(mark):04x}")
     return written
+
+
+@cache
+def _own(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")

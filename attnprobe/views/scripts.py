@@ -1,4 +1,4 @@
-"""BertViz's scripts, as they draw a capture: how they are fed, and what is changed in them.
+"""BertViz's scripts in a page, as they draw a capture: how they are fed, what is changed in them.
 
 Each piece that is changed is looked for, so that a release of BertViz that is written differently
 is refused.
@@ -6,7 +6,12 @@ is refused.
 
 from __future__ import annotations
 
-from attnprobe.views.libraries import Patch, bertviz
+import html
+from collections.abc import Mapping
+from typing import Any
+
+from attnprobe.views.libraries import Patch, bertviz, d3, jquery
+from attnprobe.views.page import as_script, page
 
 STEPS = 10_000
 """Weights stand in the page as whole numbers of this part of 1."""
@@ -39,6 +44,19 @@ UNPACK_NEURONS = """{
       shown.keys[layer][head].map(key => dot(query, key) * params.scaling[layer]),
       params.allowed[layer][at]))));
 }"""
+
+# What BertViz uses of require.js: it names jQuery and d3, and is called with them.
+_REQUIRE = """window.require = {config() {}};
+window.requirejs = (names, use) => use(window.$, window.d3);"""
+
+# BertViz draws on white in colours of its own; where the reader wants a dark page, it is turned
+# over, and hues stay what they are.
+_STYLE = """html { background: white; color: black; color-scheme: light; }
+body { font: 14px/1.4 'Helvetica Neue', Helvetica, Arial, sans-serif; margin: 8px; }
+header { color: #555; margin-bottom: 6px; }
+#vis { margin-top: 6px; }
+@media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }
+"""
 
 _PARAMS: Patch = (
     "const params = PYTHON_PARAMS; // HACK: PYTHON_PARAMS is a template marker that is replaced "
@@ -95,10 +113,37 @@ _PATCHES: dict[str, list[Patch]] = {
 }
 
 
-def script(name: str) -> str:
-    """A script of BertViz that draws what an `UNPACK_…` before it has unpacked.
+def bertviz_page(
+    title: str,
+    hint: str,
+    body: str,
+    params: Mapping[str, Any],
+    unpack: str,
+    name: str,
+    min_width: int,
+) -> str:
+    """A page that draws with one of BertViz's scripts.
+
+    Args:
+        title: text.
+        hint: text, what to do with the picture.
+        body: HTML, the elements that the script draws in.
+        params: what the script reads as `window.bertviz_params`, once `unpack` has run over it.
+        unpack: JavaScript.
+        name: of BertViz's script.
+        min_width: pixels; a narrower window scrolls.
 
     Raises:
-        AttnprobeError: bertviz is not there, or not the release that it was changed for.
+        AttnprobeError: bertviz is not there, or not the release that its scripts were changed for.
     """
-    return bertviz(name, _PATCHES[name])
+    scripts = (
+        d3(),
+        jquery(),
+        _REQUIRE,
+        f"window.bertviz_params = {as_script(params)};",
+        unpack,
+        bertviz(name, _PATCHES[name]),
+    )
+    header = f"<header>{html.escape(title)}. {html.escape(hint)}</header>"
+    style = f"{_STYLE}#vis svg {{ min-width: {min_width}px; }}\n"
+    return page(title, style, f"{header}\n{body}", scripts)
