@@ -39,6 +39,7 @@ ORDER = [
     "views.still",
     "views.selection",
     "views.bertviz",
+    "views.attention",
     "views.fonts",
     "views.drawing",
     "views.plots",
