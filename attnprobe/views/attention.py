@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnprobe.recompute import Which
+from attnprobe.recompute import Attention, Which
 from attnprobe.records import Capture
 from attnprobe.views.colours import colours
 from attnprobe.views.page import View, own_page, packed
@@ -89,8 +89,9 @@ def attention_view(
     )
     words = Selection.of(cap, picked.layers, picked.heads, "word", text, _WIDEST)
     by_head = colours(len(picked.heads))
+    weights, first_layer = _weights(by_token)
     data = {
-        **_weights(by_token),
+        **weights,
         "tokens": by_token.labels,
         "words": words.labels,
         "word_of": list(cap.words_of(text).word_of),
@@ -103,13 +104,15 @@ def attention_view(
     header = f"<header>{html.escape(title)}. {_HINT}</header>"
     parts = ("attention_data", "attention_draw")
     drawn = own_page(title, "attention", f"{header}\n{_BODY}", data, parts=parts)
-    shown = picked.attention(picked.layers[0]).shown(by)[0]  # (h, N, N)
+    shown = first_layer.shown(by)[0]  # (h, N, N)
     titles = [[f"{picked.layers[0]}.{one}" for one in picked.heads]]
     return View(title, drawn, 900, grid(shown[None], titles, by_head[:1]))
 
 
-def _weights(picked: Selection) -> dict[str, Any]:
+def _weights(picked: Selection) -> tuple[dict[str, Any], Attention]:
     """Weights by token as codes, and what each query leaves to other keys than the first.
+
+    And the first layer's, as they are.
 
     Code 0 stands for what is masked, and code c for a weight of ((c - 1) / levels)²: the steps are
     finer where weights are small. Of a causal model only the keys up to the query are held.
@@ -121,19 +124,15 @@ def _weights(picked: Selection) -> dict[str, Any]:
     kept = torch.ones(size, size, dtype=torch.bool)
     kept = kept.tril() if causal else kept
     weights, rests = [], []
+    first = picked.attention(picked.layers[0])
     for layer in picked.layers:
-        found = picked.attention(layer)
+        found = first if layer == picked.layers[0] else picked.attention(layer)
         codes = (found.weights.sqrt() * levels).round().int() + 1  # (h, T, T)
         codes = codes.where(found.allowed, 0)[..., kept.to(codes.device)]  # (h, pairs)
         weights.append(packed(codes.cpu().numpy().astype(kind)))
         rests.append(packed(_rest_codes(found.weights)))
-    return {
-        "weights": weights,
-        "rests": rests,
-        "levels": levels,
-        "rest_steps": _REST_STEPS,
-        "lower": causal,
-    }
+    packing = {"levels": levels, "rest_steps": _REST_STEPS, "lower": causal}
+    return {"weights": weights, "rests": rests, **packing}, first
 
 
 def _rest_codes(weights: Tensor) -> np.ndarray:
