@@ -119,15 +119,9 @@ function printed(term) {
 
 // Colours
 
-const stopsOf = name => DATA.colours[STRIPS[name].colours][isDark() ? "dark" : "light"];
-const partsOf = colour => [1, 3, 5].map(i => parseInt(colour.slice(i, i + 2), 16));
-
-function colourOf(name, number) {
-  const {colours, high} = STRIPS[name];
-  const share = number / (high() || 1) || 0;
-  const stops = stopsOf(name).map(partsOf);
-  const place = Math.min(Math.max(colours === "signed" ? (1 + share) / 2 : share, 0), 1)
-    * (stops.length - 1);
+// The colour at 0 to 1 along stops that stand evenly apart; NaN is in the middle.
+function blended(stops, share) {
+  const place = Math.min(Math.max(Number.isNaN(share) ? 0.5 : share, 0), 1) * (stops.length - 1);
   const start = Math.min(Math.floor(place), stops.length - 2);
   return stops[start].map((low, i) => low + (stops[start + 1][i] - low) * (place - start));
 }
@@ -187,7 +181,8 @@ function componentLines(i) {
 
 function drawCalculation() {
   const usual = {name: "weight", place: found.weight.indexOf(Math.max(...found.weight))};
-  const {name, place} = shown.hovered || shown.focused || usual;
+  const {name, place: asked} = shown.hovered || shown.focused || usual;
+  const place = Math.min(asked, found[name].length - 1); // heads may differ in size by layer
   const strip = STRIPS[name];
   const words = {query: apart(DATA.tokens[found.token]), key: apart(DATA.tokens[place]), at: place};
   const lines = strip.kind === "tokens" ? tokenLines(name, place) : componentLines(place);
@@ -195,7 +190,7 @@ function drawCalculation() {
     make("h2", {textContent: say(strip.kind === "tokens" ? "pair" : "component", words)}),
     make("ol", {}, ...lines.map(([step, how, numbers]) => make("li", {}, badge(step),
       make("span", {className: "how", textContent: how}),
-      make("output", {textContent: numbers})))),
+      make("span", {className: "numbers", textContent: numbers})))),
   );
   for (const part of document.querySelectorAll(".formula [data-step]")) {
     part.classList.toggle("lit", +part.dataset.step === strip.step);
@@ -278,29 +273,33 @@ function cellAt(name, place) {
 }
 
 function drawRow(name) {
-  const {kind, colours, high, term, note} = STRIPS[name];
+  const {colours, high, term, note} = STRIPS[name];
+  const stops = DATA.colours[colours][isDark() ? "dark" : "light"];
   const row = document.querySelector(`tr[data-name="${name}"]`);
   const numbers = found[name];
-  const end = high();
+  const end = high() || 1;
   const [termPart, scale, notePart] = [".term", ".scale", ".note"].map(one =>
     row.querySelector(one));
   termPart.replaceChildren(...printed(term()));
   notePart.textContent = note();
-  const [low, most] = [colours === "signed" ? read(-end, 3) : "0", read(end, 3)];
+  const start = colours === "signed" ? -end : 0;
+  const [low, most] = [read(start, 3), read(end, 3)];
   scale.title = say("scale", {low, high: most});
-  const gradient = `linear-gradient(to right, ${stopsOf(name).join(", ")})`;
+  const gradient = `linear-gradient(to right, ${stops.join(", ")})`;
   scale.replaceChildren(low, make("i", {style: {background: gradient}}), most);
 
   while (row.cells.length > numbers.length + 1) row.lastChild.remove();
   while (row.cells.length < numbers.length + 1) row.append(make("td", {role: "gridcell"}));
-  numbers.forEach((number, place) => drawCell(row.cells[place + 1], name, place, number));
+  const parts = stops.map(one => [1, 3, 5].map(i => parseInt(one.slice(i, i + 2), 16)));
+  numbers.forEach((number, place) =>
+    drawCell(row.cells[place + 1], name, place, blended(parts, (number - start) / (end - start))));
 }
 
-function drawCell(cell, name, place, number) {
+function drawCell(cell, name, place, colour) {
   const {kind, term, step} = STRIPS[name];
+  const number = found[name][place];
   const hidden = kind === "tokens" && step >= 3 && !found.allowed[place];
   const key = kind === "tokens" ? apart(DATA.tokens[place]) : place;
-  const colour = colourOf(name, number);
   cell.dataset.value = number;
   cell.tabIndex = place === Math.min(focusable[kind], found[name].length - 1) ? 0 : -1;
   cell.ariaLabel = say("cell", {term: term(), key, value: read(number)});
@@ -415,6 +414,7 @@ const cellOf = element => {
 function listen(main) {
   document.addEventListener("keydown", pressed);
   main.addEventListener("mouseover", event => {
+    if (event.target.closest("#calculation")) return; // its numbers may be copied
     shown.hovered = cellOf(event.target);
     drawCalculation();
   });

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from attnprobe.views.labels import columns_of, labels_of
 from attnprobe.views.messages import messages_in
 from attnprobe.views.page import View, own_page, packed
 from attnprobe.views.selection import Selection, what_fits
-from attnprobe.views.strips import CELLS, Strip, number, strips_picture
-from attnprobe.walking import Walkthrough, walkthrough
+from attnprobe.views.strips import steps_picture
+from attnprobe.walking import walkthrough
 from attnprobe.words import Words
 
 WALK_BYTES = 8_000_000
@@ -26,18 +25,6 @@ WALK_BYTES = 8_000_000
 GPT-2 small at 54 tokens."""
 
 _WIDEST = 24  # labels, in columns
-
-# The strips of the still picture: message, column of the walkthrough's steps, the column whose
-# largest number ends the colours, term, colours, whether masked cells are hatched, and where the
-# colours end at least.
-_STEPS = (
-    ("raw", "score_raw", "score_raw", "1  q·k", SIGNED, False, 0.0),
-    ("score", "score", "score", "2  q·k / √d_k", SIGNED, False, 0.0),
-    ("masked", "masked_score", "score", "3  + M", SIGNED, True, 0.0),
-    ("weight", "weight", "weight", "4  a = softmax", WEIGHTS, True, 1.0),
-    ("brought", "weighted_norm", "weighted_norm", "5  |a·v|", WEIGHTS, True, 0.0),
-    ("share", "share", "share", "5  (a·v)·o / |o|²", SIGNED, True, 1.0),
-)
 
 
 def walkthrough_view(
@@ -99,15 +86,31 @@ def walkthrough_view(
         "colours": {"signed": SIGNED, "weights": WEIGHTS},
         "messages": messages,
     }
-    first = walkthrough(cap, at, picked.layers[0], picked.heads[0], text=text)
-    heading = messages["headline"].format(
-        layer=picked.layers[0], head=picked.heads[0], word=labels[at]
-    )
     title = ": ".join(filter(None, (messages["title"], data["model"])))
     drawn = own_page(title, "walk", '<main id="walk"></main>', data, lang=tag)
     lines = 1 + sum(columns_of(label) + 1 for label in labels) // 100
-    still = _still(picked, first, heading, words.words[at].tokens[-1], messages)
-    return View(title, drawn, 860 + 29 * lines, still)
+    return View(title, drawn, 860 + 29 * lines, _still(picked, at, labels[at], messages))
+
+
+def _still(picked: Selection, at: int, label: str, messages: dict[str, str]) -> str:
+    """The picture of the first layer and head, for the word at a position."""
+    layer, head = picked.layers[0], picked.heads[0]
+    tokens = picked.cap.words_of(picked.text).words[at].tokens
+    heading = [
+        messages["title"],
+        messages["headline"].format(layer=layer, head=head, word=label),
+    ]
+    if len(tokens) > 1:
+        last = picked.labels[tokens[-1]]
+        heading.append(messages["several"].format(word=label, count=len(tokens), token=last))
+    return steps_picture(
+        walkthrough(picked.cap, at, layer, head, text=picked.text),
+        picked.cap.call(layer),
+        picked.labels,
+        tokens[-1],
+        heading,
+        messages,
+    )
 
 
 def _last(words: Words) -> int:
@@ -182,45 +185,3 @@ def _float32(tensor: Tensor, layer: int, name: str) -> np.ndarray:
     if not np.isfinite(numbers).all():
         raise NonFiniteError(f"layer {layer}'s {name} holds NaN or infinity in float32")
     return numbers
-
-
-def _still(
-    picked: Selection, walk: Walkthrough, headline: str, token: int, messages: dict[str, str]
-) -> str:
-    """The first word, layer and head as strips, up to `CELLS` tokens that end with the query."""
-    call = picked.cap.call(picked.layers[0])
-    count, size = len(picked.labels), call.query.shape[-1]
-    part = slice(max(0, token + 1 - CELLS), max(token + 1, min(count, CELLS)))
-    root = math.isclose(call.expected_scaling * math.sqrt(size), 1.0, rel_tol=1e-6)
-    filled = {
-        "score": {"scaling": f"{call.expected_scaling:.4g}{f' = 1/√{size}' if root else ''}"},
-        **{name: {"sum": f"{walk.steps[name].sum():.4g}"} for name in ("weight", "share")},
-    }
-    hidden = (walk.steps["mask"] < 0).tolist()
-    strips = [
-        Strip(
-            term=term if root or name != "score" else "2  q·k · s",
-            note=messages[name].format(**filled.get(name, {})),
-            values=walk.steps[column].tolist()[part],
-            high=max(least, float(walk.steps[scale].abs().max())),
-            stops=stops["light"],
-            masked=hidden[part] if masks else [False] * len(hidden[part]),
-            signed=stops is SIGNED,
-        )
-        for name, column, scale, term, stops, masks, least in _STEPS
-    ]
-    outputs = [walk.output, walk.output_model]
-    high = max(float(one.abs().max()) for one in outputs)
-    kept = [False] * len(walk.output)
-    notes = [messages["o"].format(size=len(kept)), messages["o_model"]]
-    below = [
-        Strip(term, note, one.tolist(), high, SIGNED["light"], kept)
-        for term, note, one in zip(("5  o = Σ a·v", "o_model"), notes, outputs, strict=True)
-    ]
-    heading = [messages["title"], headline]
-    if part.stop - part.start < count:
-        shown = {"first": part.start, "last": part.stop - 1, "count": count}
-        heading.append(messages["part"].format(**shown))
-    difference = float((walk.output - walk.output_model).abs().max())
-    ending = messages["difference"].format(difference=number(difference))
-    return strips_picture(heading, picked.labels[part], token - part.start, strips, below, ending)
