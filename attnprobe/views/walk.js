@@ -3,7 +3,7 @@
 
 const at = {layer: 0, head: 0, word: DATA.word, numbers: false};
 const focusable = {tokens: 0, components: 0}; // the cell of each strip that Tab goes to
-const shown = {hovered: null, focused: null}; // cells: {name, place}
+const shown = {hovered: null, focused: null}; // cells, {name, place}: the later of the two shows
 let layers, found;
 
 const say = (name, values = {}) =>
@@ -418,10 +418,15 @@ function listen(main) {
     shown.hovered = cellOf(event.target);
     drawCalculation();
   });
+  main.addEventListener("mouseleave", () => {
+    shown.hovered = null;
+    drawCalculation();
+  });
   main.addEventListener("focusin", event => {
     shown.focused = cellOf(event.target);
     if (shown.focused) {
       const {name, place} = shown.focused;
+      shown.hovered = null;
       focusable[STRIPS[name].kind] = place;
       for (const one of namesOf(STRIPS[name].kind)) {
         [...document.querySelectorAll(`tr[data-name="${one}"] td`)]
