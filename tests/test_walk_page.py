@@ -359,6 +359,10 @@ def test_long_texts_scroll_under_labels_that_stay(gpt2, show):
     tab.page.locator("#sentence button").first.click()
     assert query.text_content() == "70"
     assert query.evaluate(inside)
+    tab.page.locator("#sentence button").last.click()
+    tab.page.locator("#sentence button").nth(30).click()  # out of sight: with what it looks at
+    assert tab.page.locator("th.token").nth(20).evaluate(inside)
+    assert query.evaluate(inside)
     assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
@@ -482,7 +486,7 @@ HEADLINES = {
     "en": "Layer 0, head 1: where “\u2068unbelievable\u2069” looks",
     "zh-Hant": "第 0 層、第 1 頭：「\u2068unbelievable\u2069」關注哪些詞",
     "zh-TW": "第 0 層、第 1 頭：「\u2068unbelievable\u2069」關注哪些詞",
-    "ja": "層 0・ヘッド 1：「\u2068unbelievable\u2069」が注目する先",
+    "ja": "第 0 層、ヘッド 1：「\u2068unbelievable\u2069」が注目する先",
 }
 
 

@@ -13,7 +13,7 @@ _OTHER_NAMES = {"zh-TW": "zh-Hant"}
 MESSAGES: dict[str, tuple[str, str, str]] = {
     "title": (
         "Attention, step by step",
-        "注意力，逐步計算",
+        "注意力機制：逐步計算",
         "アテンションの計算を一歩ずつ",
     ),
     "note": (
@@ -35,7 +35,7 @@ MESSAGES: dict[str, tuple[str, str, str]] = {
     "headline": (
         "Layer {layer}, head {head}: where “{word}” looks",
         "第 {layer} 層、第 {head} 頭：「{word}」關注哪些詞",
-        "層 {layer}・ヘッド {head}：「{word}」が注目する先",
+        "第 {layer} 層、ヘッド {head}：「{word}」が注目する先",
     ),
     "several": (
         "“{word}” is {count} tokens; its query is that of the last one, “{token}”.",

@@ -222,7 +222,7 @@ function controls() {
   numbers.onclick = () => {
     at.numbers = !at.numbers;
     draw();
-    reveal(document.querySelector("th.token.query"));
+    revealQuery();
   };
   return make("div", {className: "controls"}, slider("layer", DATA.layers.map(one => one.layer)),
     slider("head", DATA.heads), numbers, themeButton(say("theme"), draw));
@@ -366,16 +366,27 @@ function go(to) {
   }
   Object.assign(at, to);
   draw();
-  if ("word" in to) reveal(document.querySelector("th.token.query"));
+  if ("word" in to) revealQuery();
   return true;
 }
 
-// Scroll a strip sideways, and nothing else, until a column is in sight.
+// Scroll strips sideways, and nothing else, until a column is in sight.
 function reveal(column) {
   const box = column.closest(".scroll");
   const [left, right] = [column.offsetLeft - box.querySelector(".label").offsetWidth,
     column.offsetLeft + column.offsetWidth - box.clientWidth];
   box.scrollLeft = Math.max(Math.min(box.scrollLeft, left), right);
+}
+
+// The same for the query; where it was out of sight, it comes to the right: it looks to the left.
+function revealQuery() {
+  const query = document.querySelector("th.token.query");
+  const box = query.closest(".scroll");
+  const before = box.scrollLeft;
+  reveal(query);
+  if (box.scrollLeft < before) {
+    box.scrollLeft = query.offsetLeft + query.offsetWidth - box.clientWidth;
+  }
 }
 
 function goWord(step) {
@@ -451,12 +462,12 @@ async function start() {
     make("header", {}, make("h1", {textContent: say("title")}),
       make("p", {textContent: say("note", {model: DATA.model || say("model"), dtype: DATA.dtype})})),
     formula(), controls(), make("p", {className: "keys", textContent: say("keys")}), sentence(),
-    make("h2", {id: "headline"}), make("p", {id: "several"}),
+    make("div", {className: "about"}, make("h2", {id: "headline"}), make("p", {id: "several"})),
     tokenGrid(), grid("components", say("output")), make("p", {id: "difference"}),
     make("section", {id: "calculation", ariaLive: "polite"}),
   );
   draw();
-  reveal(document.querySelector("th.token.query"));
+  revealQuery();
   listen(main);
 }
 
