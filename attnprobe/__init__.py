@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from attnprobe.views.bertviz import head_view, model_view, neuron_view
     from attnprobe.views.page import View
     from attnprobe.views.plots import heatmap, heatmap_grid
+    from attnprobe.views.walk import walkthrough_view
     from attnprobe.walking import Walkthrough, walkthrough
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ __all__ = [
     "table",
     "verify",
     "walkthrough",
+    "walkthrough_view",
     "weights",
 ]
 
@@ -68,6 +70,7 @@ _HOMES = {
     "views.bertviz": ("head_view", "model_view", "neuron_view"),
     "views.page": ("View",),
     "views.plots": ("heatmap", "heatmap_grid"),
+    "views.walk": ("walkthrough_view",),
     "walking": ("Walkthrough", "walkthrough"),
 }
 

@@ -7,13 +7,6 @@ const FAINTEST_ARC = 0.05;  // of all words; of one chosen word: a tenth of it
 const styleOf = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const channels = colour => [1, 3, 5].map(at => parseInt(colour.slice(at, at + 2), 16));
 const mixed = (one, two, share) => one.map((x, at) => Math.round(x + (two[at] - x) * share));
-// Black or white, what reads better on a colour, by its luminance as WCAG defines it.
-function inkOn(colour) {
-  const [r, g, b] = colour.map(one => one / 255)
-    .map(one => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff";
-}
-
 const shade = weight => Math.sqrt(Math.min(1, weight));
 
 // A canvas as sharp as the screen; gives its context, in CSS pixels.

@@ -20,6 +20,16 @@ function make(name, properties = {}, ...children) {
   return element;
 }
 
+// Black or white, whichever reads better on a colour [r, g, b]: a contrast of at least 4.5, by its
+// luminance as WCAG defines it.
+function inkOn(colour) {
+  const [red, green, blue] = colour.map(part => {
+    const share = part / 255;
+    return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+  });
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#000" : "#fff";
+}
+
 const isDark = () => {
   const chosen = document.documentElement.dataset.theme;
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;

@@ -15,7 +15,7 @@ from attnprobe.views.labels import labels_of
 from attnprobe.words import By
 
 Drawn = Callable[[int, int, int], int]
-"""From a number of layers, of heads and of labels to the number of lines that a page draws."""
+"""From a number of layers, of heads and of labels to what a page draws or holds: lines or bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,28 +111,36 @@ def refuse_size(
     Raises:
         InputError: more than `most`.
     """
-    layers, heads, count = len(picked.layers), len(picked.heads), len(picked.labels)
-    lines = drawn(layers, heads, count)
+    lines = drawn(len(picked.layers), len(picked.heads), len(picked.labels))
     if lines <= most:
         return
+    raise InputError(
+        f"{view} would draw {lines:,} {what} ({picked.title}), more than max_{what} "
+        f"({most:,}): a browser chokes on it. What fits: "
+        f"{what_fits(picked, drawn, most, by_word=by_word)}. Or raise max_{what}{instead}"
+    )
+
+
+def what_fits(picked: Selection, size: Drawn, most: int, *, by_word: bool) -> str:
+    """Of what is too large for a page, the parts that are not: of a size of at most `most`.
+
+    `by_word` says whether the view can show words.
+    """
+    layers, heads, count = len(picked.layers), len(picked.heads), len(picked.labels)
     fits = []
     words = len(picked.cap.words_of(picked.text).words)
     shorter = by_word and picked.by == "token" and words < count
-    if shorter and drawn(layers, heads, words) <= most:
+    if shorter and size(layers, heads, words) <= most:
         fits.append(f"by='word' ({_counted(words, 'word')})")
-    if some := _most(lambda some: drawn(some, heads, count) <= most, layers - 1):
+    if some := _most(lambda some: size(some, heads, count) <= most, layers - 1):
         fits.append(f"at most {_counted(some, 'layer')}")
-    if some := _most(lambda some: drawn(layers, some, count) <= most, heads - 1):
+    if some := _most(lambda some: size(layers, some, count) <= most, heads - 1):
         fits.append(f"at most {_counted(some, 'head')}")
-    if not fits and drawn(1, 1, count) <= most:
+    if not fits and size(1, 1, count) <= most:
         fits.append(f"layer={picked.layers[0]}, head={picked.heads[0]}")
-    some = _most(lambda some: drawn(layers, heads, some) <= most, count - 1)
+    some = _most(lambda some: size(layers, heads, some) <= most, count - 1)
     fits.append(f"a text of at most {_counted(some, picked.by)}")
-    raise InputError(
-        f"{view} would draw {lines:,} {what} ({picked.title}), more than max_{what} "
-        f"({most:,}): a browser chokes on it. What fits: {'; or '.join(fits)}. "
-        f"Or raise max_{what}{instead}"
-    )
+    return "; or ".join(fits)
 
 
 def _most(fits: Callable[[int], bool], most: int) -> int:

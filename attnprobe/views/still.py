@@ -45,7 +45,8 @@ def one_panel(
     panel = Panel(title, label_width, 24, 130, height, weights, colours)
     columns = (("end", label_width - 6), ("start", label_width + 136))
     words = "".join(
-        f'<text x="{x}" y="{28 + (at + 0.5) * _STEP}" text-anchor="{anchor}">{_text(label)}</text>'
+        f'<text x="{x}" y="{28 + (at + 0.5) * _STEP}" text-anchor="{anchor}">'
+        f"{escaped(label)}</text>"
         for anchor, x in columns
         for at, label in enumerate(labels)
     )
@@ -79,10 +80,15 @@ def _picture(panels: Sequence[Panel], words: str, width: int, height: int) -> st
     everything = torch.cat([panel.weights.flatten() for panel in panels])
     least = float(everything.topk(min(LINES, len(everything))).values[-1])
     drawn = "".join(_drawn(panel, max(least, 1 / _LEVELS / 2)) for panel in panels)
+    return svg(drawn + words, width, height)
+
+
+def svg(inside: str, width: int, height: int) -> str:
+    """A picture of SVG elements on white, in pixels."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="13" stroke-width="1.5">'
-        f'<rect width="100%" height="100%" fill="white"/>{drawn}{words}</svg>'
+        f'<rect width="100%" height="100%" fill="white"/>{inside}</svg>'
     )
 
 
@@ -92,7 +98,7 @@ def _drawn(panel: Panel, least: float) -> str:
     x, step = panel.x, panel.height / size
     paths = [
         f'<text x="{x + panel.width / 2:g}" y="{panel.y - 8:g}" text-anchor="middle" '
-        f'font-size="11">{_text(panel.title)}</text>'
+        f'font-size="11">{escaped(panel.title)}</text>'
     ]
     for head, colour in enumerate(panel.colours):
         kept = (panel.weights[head] >= least).nonzero()  # (lines, 2)
@@ -112,5 +118,6 @@ def _drawn(panel: Panel, least: float) -> str:
     return "".join(paths)
 
 
-def _text(text: str) -> str:
+def escaped(text: str) -> str:
+    """Text that may stand in SVG and shows as itself."""
     return html.escape(_NO_XML.sub("\ufffd", text))
