@@ -14,13 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attnprobe.basis import basis_of, row_blocks
 from attnprobe.formula import Tile
-from attnprobe.masks import MaskRule, disagreement
 from attnprobe.projections import merged, projected
 from attnprobe.records import AttentionCall
 from attnprobe.report import Row
-
-NO_RULE = "the mask came whole (4-D, or by layer type), so there are no facts to rebuild it from"
 
 _EMPTY = "{} in {} may round these scores so far that the output could be any of the values'"
 
@@ -47,63 +45,11 @@ def _mask(call: AttentionCall) -> list[Row]:
 
     The error is 1 if any entry differs, else 0: there is nothing to round in a mask.
     """
-    if call.expected_mask is None:
-        return [Row("mask", call.layer, None, reason=NO_RULE)]
-    reason = _mask_difference(call)
-    if reason and not call.facts_known:
-        return [Row("mask", call.layer, None, reason=f"{_unknown_type(call)}: {reason}")]
+    basis = basis_of(call)
+    if basis.taken:
+        return [Row("mask", call.layer, None, reason=basis.taken)]
+    reason = basis.mask_difference
     return [Row("mask", call.layer, None, float(bool(reason)), 0.0, reason)]
-
-
-def _mask_difference(call: AttentionCall) -> str:
-    """Where the mask that the kernel went by differs from the rebuilt one; empty if nowhere."""
-    rule = call.expected_mask
-    assert rule is not None
-    different, first = 0, ""
-    for start, stop in _row_blocks(call):
-        allowed = rule.allowed(start, stop, device=call.query.device, keys=rule.keys)
-        used = _mask_used(call, start, stop)  # (B or 1, H or 1, t, S)
-        differs = disagreement(used, allowed)
-        if differs.any() and not different:
-            where = differs.nonzero()[0].tolist()
-            first = f"first at query {start + where[2]}, key {where[3]}"
-        different += int(differs.sum())
-    return f"{different} mask entries differ from the rule, {first}" if different else ""
-
-
-def _scaling_difference(call: AttentionCall) -> str:
-    """How the scale that the model passed differs from the expected one; empty if not."""
-    if math.isclose(call.scaling, call.expected_scaling, rel_tol=1e-6):
-        return ""
-    return f"the model scales by {call.scaling:.6g}, expected {call.expected_scaling:.6g}"
-
-
-def _unknown_type(call: AttentionCall) -> str:
-    kind = getattr(getattr(call.module, "config", None), "model_type", "this model")
-    return f"whether {kind} has rules of its own is not known"
-
-
-def _mask_used(call: AttentionCall, start: int, stop: int) -> Tensor:
-    """Rows of the mask that the kernel went by, boolean or additive."""
-    queries, keys = call.query.shape[2], call.key.shape[2]
-    if call.mask is None:
-        # eager masks nothing by itself; others mask the future unless a single query asks. sdpa
-        # draws the diagonal from the top left, the flash kernels to the bottom right.
-        causal = call.is_causal and queries > 1 and "eager" not in call.kernel
-        offset = 0 if call.kernel == "sdpa" else keys - queries
-        rule = MaskRule(queries, keys, causal=causal, offset=offset)
-        return rule.allowed(start, stop, device=call.query.device, keys=keys)
-    if call.mask.dim() == 2:  # the flash kernels take padding, and mask the future by themselves
-        rule = MaskRule(
-            queries,
-            keys,
-            causal=call.is_causal and queries > 1,
-            padding=call.mask[:, :keys].bool(),
-            offset=keys - queries,
-        )
-        return rule.allowed(start, stop, keys=keys)
-    rows = call.mask if call.mask.shape[-2] == 1 else call.mask[..., start:stop, :]
-    return rows[..., :keys]
 
 
 def _weights(call: AttentionCall) -> list[Row]:
@@ -120,13 +66,12 @@ def _output(call: AttentionCall) -> list[Row]:
 
 
 def _compare_tiles(check: str, call: AttentionCall) -> list[Row]:
-    reason = unheld(call)
-    if reason:
-        return [Row(check, call.layer, None, reason=reason)]
-    assert call.expected_mask is not None
+    basis = basis_of(call)
+    if basis.unheld:
+        return [Row(check, call.layer, None, reason=basis.unheld)]
     worst = _Worst(call.heads, call.query.device)
     largest = _largest_error(call)
-    for tile in call.tiles():
+    for tile in basis.tiles():
         seen = tile.seen[..., None]  # (B, 1, t, 1)
         if check == "output":
             assert call.head_output_model is not None
@@ -136,7 +81,7 @@ def _compare_tiles(check: str, call: AttentionCall) -> list[Row]:
             worst.count_empty(tile.output_bound >= largest, seen)
         else:
             _compare_weights(call, tile, worst)
-    return worst.rows(check, call, _scaling_difference(call))
+    return worst.rows(check, call, basis.difference)
 
 
 def _compare_weights(call: AttentionCall, tile: Tile, worst: _Worst) -> None:
@@ -220,46 +165,14 @@ class _Worst:
         return rows
 
 
-def unheld(call: AttentionCall) -> str:
-    """Why the formula here does not hold for a call; empty where it does."""
-    return _unheld_term(call) or ("" if call.facts_known else _departure(call))
-
-
-def difference(call: AttentionCall) -> str:
-    """Why the formula's weights would not be the model's own; empty where they are."""
-    return _unheld_term(call) or _departure(call)
-
-
-def _unheld_term(call: AttentionCall) -> str:
-    if call.expected_mask is None:
-        return NO_RULE
-    if call.terms:
-        return f"the formula here has no {', '.join(call.terms)}"
-    if call.dropout:
-        return f"dropout of {call.dropout} was on, so the weights were random"
-    return ""
-
-
-def _departure(call: AttentionCall) -> str:
-    """How the scale or mask that the model went by departs from the facts; empty if not."""
-    found = _scaling_difference(call) or _mask_difference(call)
-    return found if not found or call.facts_known else f"{_unknown_type(call)}: {found}"
-
-
 def rows_left_out(call: AttentionCall) -> int:
     """How many query rows of the batch may attend to no key."""
     if call.expected_mask is None or call.expected_mask.padding is None:
         return 0
     return sum(
         int((~call.expected_mask.allowed(start, stop).any(-1)).sum())
-        for start, stop in _row_blocks(call)
+        for start, stop in row_blocks(call)
     )
-
-
-def _row_blocks(call: AttentionCall, rows: int = 256) -> Iterator[tuple[int, int]]:
-    queries = call.query.shape[2]
-    for start in range(0, queries, rows):
-        yield start, min(start + rows, queries)
 
 
 BY_CALL: dict[str, Callable[[AttentionCall], list[Row]]] = {

@@ -6,7 +6,9 @@ time, so that no (T, S) tensor need exist.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +19,27 @@ MASKED_BELOW = -1e4
 Models write -inf, the dtype's lowest number (-65504 in float16), or, in old checkpoints, -10000.
 exp(-10000) is 0 in every dtype up to float64.
 """
+
+
+class Rule(Protocol):
+    """Which keys each query of a call may attend to: `MaskRule`, or `GivenMask`."""
+
+    @property
+    def keys(self) -> int:
+        """S, the number of keys."""
+
+    def allowed(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        keys: int | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """See `MaskRule.allowed`."""
+
+    def within(self, text: int, heads: Sequence[int], stretch: slice) -> Rule:
+        """The rule of some heads among the tokens of one text, a stretch of its row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +70,9 @@ class MaskRule:
         """How many keys, from the first, the queries before `stop` can see at most."""
         return min(self.keys, self.offset + stop) if self.causal else self.keys
 
-    def within(self, tokens: int) -> MaskRule:
+    def within(self, text: int, heads: Sequence[int], stretch: slice) -> MaskRule:
         """The same rule among one text's own tokens, when padding and cache are left out."""
+        tokens = stretch.stop - stretch.start
         return MaskRule(tokens, tokens, causal=self.causal, window=self.window)
 
     def allowed(
@@ -78,6 +102,61 @@ class MaskRule:
         if self.padding is None:
             return allowed[None, None]  # (1, 1, t, K)
         return allowed[None, None] & self.padding[:, None, None, :keys]  # (B, 1, t, K)
+
+
+@dataclass(frozen=True, eq=False)
+class GivenMask:
+    """A mask as a model passed it, where nothing is known that it could be built from.
+
+    Attributes:
+        mask: (B or 1, H or 1, T or 1, S), boolean (True: may attend) or additive.
+        queries: T, the number of queries.
+    """
+
+    mask: Tensor
+    queries: int
+
+    @property
+    def keys(self) -> int:
+        """S, the number of keys."""
+        return self.mask.shape[-1]
+
+    def allowed(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        keys: int | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """As `MaskRule.allowed`, (B or 1, H or 1, stop - start, keys): by default over all keys."""
+        stop = self.queries if stop is None else stop
+        rows = self.mask if self.mask.shape[-2] == 1 else self.mask[:, :, start:stop]
+        shown = rows[..., :keys].expand(-1, -1, stop - start, -1)
+        return shown if shown.dtype == torch.bool else shown > MASKED_BELOW
+
+    def within(self, text: int, heads: Sequence[int], stretch: slice) -> GivenMask:
+        """The mask of some heads among the tokens of one text, a stretch of its row."""
+        return GivenMask(part(self.mask, text, heads, stretch), stretch.stop - stretch.start)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What an additive mask adds where it hides nothing; None if that is 0 everywhere."""
+        if self.mask.dtype == torch.bool:
+            return None
+        seen = self.mask.masked_fill(self.mask <= MASKED_BELOW, 0.0)
+        return seen if seen.any() else None
+
+
+def part(mask: Tensor, text: int, heads: Sequence[int], stretch: slice) -> Tensor:
+    """Some heads and one text's own tokens of a mask or bias, (1, h or 1, t or 1, t).
+
+    `mask` is (B or 1, H or 1, T or 1, S).
+    """
+    one = mask[text : text + 1] if mask.shape[0] > 1 else mask
+    some = one[:, list(heads)] if one.shape[1] > 1 else one
+    rows = some[:, :, stretch] if some.shape[2] > 1 else some
+    return rows[..., stretch]
 
 
 def additive(allowed: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:

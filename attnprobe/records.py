@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from attnprobe.errors import InputError
-from attnprobe.formula import Arithmetic, Tile, arithmetic, tiles
+from attnprobe.terms import PLAIN, Terms
 from attnprobe.masks import MaskRule
 from attnprobe.words import Words
 
@@ -76,8 +76,12 @@ class AttentionCall:
     mask of more than (B, S), so that there are no facts to rebuild it from."""
     step: int = 0
     """Which forward of the model, counted from 0 since the probe was opened."""
-    terms: tuple[str, ...] = ()
-    """Further terms the model passed that the formula does not hold, such as `softcap`."""
+    terms: Terms = PLAIN
+    """What the model passed beside: softcap, bias, sinks."""
+    expected_terms: Terms = PLAIN
+    """What the model's config and weights ask for beside; a bias that neither tells is missing."""
+    unheld: tuple[str, ...] = ()
+    """What the model passed beside that the formula here does not hold, such as packed texts."""
     dropout: float = 0.0
     facts_known: bool = True
     """Whether scale and mask are known for this type of model; see `attnprobe.facts`."""
@@ -102,18 +106,6 @@ class AttentionCall:
     def rounding(self) -> Arithmetic:
         """How the kernel rounds."""
         return arithmetic(self.dtype, self.kernel, self.operands)
-
-    def tiles(self) -> Iterator[Tile]:
-        """The formula computed again, by the expected mask and scaling, with bounds; in tiles."""
-        assert self.expected_mask is not None
-        return tiles(
-            self.query,
-            self.key,
-            self.value,
-            self.expected_mask,
-            self.expected_scaling,
-            rounding=self.rounding,
-        )
 
     @property
     def heads(self) -> int:

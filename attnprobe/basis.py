@@ -1,0 +1,179 @@
+"""On what a call is computed again: M, the scale and further terms, as the facts have them.
+
+Where a model goes by others than the facts say, that is a mismatch, if the facts are known to hold
+for its type. If they are not, M may be a rule of the model's own: then it is taken as the model
+passed it, and the `mask` check says that it is not checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attnprobe.formula import Tile, attention, tiles
+from attnprobe.masks import GivenMask, MaskRule, Rule, disagreement
+from attnprobe.records import AttentionCall
+from attnprobe.terms import Terms
+
+_NO_RULE = (
+    "the mask came whole (4-D, or by layer type), so there are no facts to rebuild it from: M is "
+    "taken as the model passed it"
+)
+_OWN_BIAS = "the model adds a bias of its own to the scores, taken as the model passed it"
+
+
+def basis_of(call: AttentionCall) -> Basis:
+    """The basis of a call, made once."""
+    found = vars(call).get("_basis")
+    if found is None:
+        found = vars(call)["_basis"] = Basis(call)  # beside the fields of a frozen dataclass
+    return found  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """What a call is computed again with, and how the model departs from it."""
+
+    call: AttentionCall
+
+    @cached_property
+    def unheld(self) -> str:
+        """Why the formula here does not hold for the call; empty where it does."""
+        call = self.call
+        if call.unheld:
+            return f"the formula here has no {', '.join(call.unheld)}"
+        if call.dropout:
+            return f"dropout of {call.dropout} was on, so the weights were random"
+        if not call.facts_known and self.difference:
+            return f"{_unknown_type(call)}: {self.difference}"
+        return ""
+
+    @cached_property
+    def departure(self) -> str:
+        """Why the formula's weights would not be the model's own; empty where they are."""
+        return self.unheld or self.difference or ("" if self.taken else self.mask_difference)
+
+    @cached_property
+    def taken(self) -> str:
+        """Why M is taken as the model passed it, unchecked; empty where it is rebuilt."""
+        call = self.call
+        if call.expected_mask is None:
+            return _NO_RULE
+        if not call.facts_known and self.mask_difference:
+            return f"{_unknown_type(call)}: {self.mask_difference}. M is taken as it was passed"
+        if call.terms.bias is not None and call.expected_terms.bias is None:
+            return _OWN_BIAS
+        return ""
+
+    @cached_property
+    def difference(self) -> str:
+        """How the scale, the softcap or the sinks differ from the expected; empty if not."""
+        call, passed, expected = self.call, self.call.terms, self.call.expected_terms
+        if not math.isclose(call.scaling, call.expected_scaling, rel_tol=1e-6):
+            return f"the model scales by {call.scaling:.6g}, expected {call.expected_scaling:.6g}"
+        if passed.softcap != expected.softcap:
+            return f"the model caps scores at {passed.softcap}, expected {expected.softcap}"
+        if not _same(passed.sinks, expected.sinks):
+            return "the model passed other sinks than its weights hold"
+        if expected.bias is not None and not _same(passed.bias, expected.bias):
+            return "the model passed another bias than its weights make"
+        return ""
+
+    @cached_property
+    def mask_difference(self) -> str:
+        """Where the mask that the kernel went by differs from the rebuilt one; empty if nowhere."""
+        rule, used = self.call.expected_mask, self._used
+        assert rule is not None
+        different, first = 0, ""
+        for start, stop in row_blocks(self.call):
+            allowed = rule.allowed(start, stop, device=self.call.query.device, keys=rule.keys)
+            differs = disagreement(_rows(used, start, stop), allowed)
+            if differs.any() and not different:
+                where = differs.nonzero()[0].tolist()
+                first = f"first at query {start + where[2]}, key {where[3]}"
+            different += int(differs.sum())
+        return f"{different} mask entries differ from the rule, {first}" if different else ""
+
+    @cached_property
+    def _used(self) -> Rule:
+        """What the kernel went by: the mask passed, or its own causality."""
+        call = self.call
+        queries, keys = call.query.shape[2], call.key.shape[2]
+        if call.mask is None:
+            # eager masks nothing by itself; others mask the future unless a single query asks. sdpa
+            # draws the diagonal from the top left, the flash kernels to the bottom right.
+            causal = call.is_causal and queries > 1 and "eager" not in call.kernel
+            offset = 0 if call.kernel == "sdpa" else keys - queries
+            return MaskRule(queries, keys, causal=causal, offset=offset)
+        if call.mask.dim() == 2:  # the flash kernels take padding, and mask the future themselves
+            return MaskRule(
+                queries,
+                keys,
+                causal=call.is_causal and queries > 1,
+                padding=call.mask[:, :keys].bool(),
+                offset=keys - queries,
+            )
+        return GivenMask(call.mask[..., :keys], queries)
+
+    @cached_property
+    def rule(self) -> Rule:
+        """M: rebuilt from facts, or as the model passed it where `taken` says so."""
+        expected = self.call.expected_mask
+        if expected is None or (self.taken and self.mask_difference):
+            return self._used
+        return expected
+
+    @cached_property
+    def terms(self) -> Terms:
+        """The expected terms, with the bias that was passed where nothing else tells it."""
+        terms = self.call.expected_terms
+        bias = terms.bias if terms.bias is not None else self.call.terms.bias
+        inside = self.rule.bias if isinstance(self.rule, GivenMask) else None
+        if inside is not None:
+            bias = inside if bias is None else bias + inside
+        return replace(terms, bias=bias)
+
+    def tiles(self) -> Iterator[Tile]:
+        """The formula computed again, with bounds, in tiles."""
+        call = self.call
+        return tiles(
+            *(call.query, call.key, call.value, self.rule, call.expected_scaling, self.terms),
+            rounding=call.rounding,
+        )
+
+    def output(self) -> Tensor:
+        """The heads' output by the formula, (B, T, H, Dv) float64."""
+        call = self.call
+        return attention(
+            call.query, call.key, call.value, self.rule, call.expected_scaling, self.terms
+        )
+
+
+def row_blocks(call: AttentionCall, rows: int = 256) -> Iterator[tuple[int, int]]:
+    """Stretches of query rows, so that no (T, S) tensor need exist."""
+    queries = call.query.shape[2]
+    for start in range(0, queries, rows):
+        yield start, min(start + rows, queries)
+
+
+def _rows(rule: Rule, start: int, stop: int) -> Tensor:
+    """Rows of a mask as it was passed, boolean or additive."""
+    if isinstance(rule, GivenMask):
+        return rule.mask if rule.mask.shape[-2] == 1 else rule.mask[..., start:stop, :]
+    return rule.allowed(start, stop, keys=rule.keys)
+
+
+def _same(passed: Tensor | None, expected: Tensor | None) -> bool:
+    if passed is None or expected is None:
+        return passed is expected
+    return torch.equal(passed, expected.to(passed.dtype))
+
+
+def _unknown_type(call: AttentionCall) -> str:
+    kind = getattr(getattr(call.module, "config", None), "model_type", "this model")
+    return f"whether {kind} has rules of its own is not known"

@@ -1,0 +1,246 @@
+"""How far rounding may take a right kernel from the exact result: bounds that are derived.
+
+How far may a kernel's result stand from the exact one, if the kernel is right? Write `u` for the
+unit roundoff of the accumulator, `γ(n) = nu / (1 - nu)` for n roundings (Higham, *Accuracy and
+Stability of Numerical Algorithms*, 2nd ed., Lemma 3.1), n for the number of keys a row may attend
+to. Everything below is worst case, in any order of summation; nothing is fitted. What it takes for
+granted of a kernel stands in `Arithmetic`, `EXP_ULPS` and `BLOCK_KEYS`.
+
+1. Scores. A dot product of length d, scaled, is off by at most γ(d + 8)·|scaling|·|q|·|k|; each
+   time a score is stored, it is rounded with the unit `u_s` of the dtype that holds it; softmax
+   subtracts the row's largest score, and may change to base 2, with a relative rounding of what it
+   subtracts. Products and operands below the smallest normal number may be flushed to zero.
+   Together: |ŝ_j - s_j| ≤ ε_j. A softcap, c·tanh(s/c), passes no more than the error it is given,
+   as tanh is 1-Lipschitz, and adds three roundings and a tanh right to 20 ulp; a bias adds one
+   rounding of the sum. A sink is one more score, that is only subtracted from.
+2. Softmax. An exponential that is right to 20 ulp, a sum of n terms, and a rescaling for each
+   further block of keys make a relative error of at most θ in every numerator and in the
+   denominator. Perturbed scores change weight j by a factor of at most exp(ε_j)·Σ_k w_k exp(ε_k)
+   up, and by its inverse down (Jensen). This replaces the first-order argument of Blanchard,
+   Higham & Higham, *Accurately computing the log-sum-exp and softmax functions*, IMA J. Numer.
+   Anal. 41 (2021), as half-precision scores are not always small perturbations.
+3. Weights are stored with unit `u_w`, and vanish below the smallest number of their dtype.
+4. A V is a sum of n products: γ(n) of Σ_j w_j |v_j|, and what products and operands lose where they
+   are flushed to zero; the output is stored with unit `u_w`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from attnprobe.terms import Terms
+
+EXP_ULPS = 20
+"""The largest error that torch states for any of its vectorised exponentials (`exp_u20`); those of
+tanh are smaller."""
+
+BLOCK_KEYS = 64
+"""The fewest keys that fused kernels take in before they rescale what they have summed."""
+
+
+FUSED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+"""transformers' names of the kernels that never store the scores."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a kernel rounds: unit roundoffs (half the spacing of the numbers just above 1).
+
+    Attributes:
+        storage: of the dtype that holds query, key, value, weights and output.
+        accumulate: of the sums inside a kernel.
+        scores: of the dtype that the scores pass through between q·k and softmax.
+        operands: of what a matrix product reads, where that is less than `storage` (TF32); else 0.
+        tiny: what a stored number may lose by underflow, absolute.
+        tiny_accumulate: the same inside a kernel, where numbers below the smallest normal one may
+            be flushed to zero.
+        blocked: softmax goes over the keys in blocks and rescales, as fused kernels do.
+    """
+
+    storage: float
+    accumulate: float
+    scores: float
+    operands: float
+    tiny: float
+    tiny_accumulate: float
+    blocked: bool
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Half of the dtype's machine epsilon: 2⁻²⁴ for float32, 2⁻¹¹ for float16, 2⁻⁸ for bfloat16."""
+    return torch.finfo(dtype).eps / 2
+
+
+def operand_unit(dtype: torch.dtype, device: torch.device) -> float:
+    """With what unit torch rounds a matrix product's operands here and now; 0 if it does not.
+
+    It does so for float32 where the user has allowed TF32 or bfloat16 inside.
+    """
+    if dtype != torch.float32:
+        return 0.0
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    # TF32 is cut off, not rounded.
+    return {"tf32": 2.0**-10, "bf16": 2.0**-8}.get(backend.matmul.fp32_precision, 0.0)
+
+
+def arithmetic(dtype: torch.dtype, kernel: str, operands: float = 0.0) -> Arithmetic:
+    """The arithmetic of a kernel that gets operands of a dtype.
+
+    Half-precision kernels accumulate in float32. `eager` (plain matmul, softmax, matmul) also
+    stores the scores in the operands' dtype; the fused kernels keep them in their accumulator. A
+    kernel that is neither is given the room of both.
+    """
+    storage = unit_roundoff(dtype)
+    accumulate = min(storage, unit_roundoff(torch.float32))
+    fused = kernel in FUSED
+    info = torch.finfo(dtype)
+    wide = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+    # float16 keeps its subnormals everywhere; the wider dtypes may be flushed to zero.
+    tiny = info.smallest_normal * info.eps if dtype == torch.float16 else info.smallest_normal
+    return Arithmetic(
+        storage=storage,
+        accumulate=accumulate,
+        scores=accumulate if fused else storage,
+        operands=operands,
+        tiny=tiny,
+        tiny_accumulate=wide.smallest_normal,
+        blocked="eager" not in kernel,
+    )
+
+
+N = TypeVar("N", float, Tensor)
+
+
+def gamma(n: N, unit: float) -> N:
+    """γ(n) = n·u / (1 - n·u): the most that n roundings of unit u can do, relative."""
+    return n * unit / (1 - n * unit)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreError:
+    """ε: how far a kernel's scores may be off."""
+
+    scores: Tensor  # (B, H, t, K); 0 if masked
+    sinks: Tensor | None  # (B, H, t, 1)
+
+
+def score_error(
+    q: Tensor,
+    k: Tensor,
+    s: Tensor,
+    bias: Tensor | None,
+    scaling: float,
+    terms: Terms,
+    allowed: Tensor,
+    r: Arithmetic,
+) -> ScoreError:
+    """Step 1 of the module's docstring; `s` are the scores (B, H, t, K) before the bias."""
+    u = r.accumulate + unit_roundoff(torch.float64)  # the float64 reference rounds too
+    before = _product_error(q, k, scaling, r)
+    before = before + gamma(2, r.scores) * (s.abs() + before)
+    if terms.softcap is not None:
+        rounded = gamma(3, r.scores) + 2 * EXP_ULPS * u
+        before = before + rounded * (s.abs() + before) + abs(terms.softcap) * r.tiny
+    size = s.abs()
+    if bias is not None:
+        before = before + gamma(1, r.scores) * (size + before + bias.abs())
+        size = (s + bias).abs()
+    largest = ((size + before) * allowed).amax(-1, keepdim=True)  # (B, H, t, 1)
+    unit = gamma(3, u)
+    of_sink = None
+    if terms.sinks is not None:
+        sink = terms.sinks.double().abs().view(-1, 1, 1)
+        largest = torch.maximum(largest, sink)
+        unit = gamma(3, u) + gamma(1, r.scores)  # gpt-oss subtracts before it goes to float32
+        of_sink = unit * (sink + largest)  # (B, H, t, 1)
+    subtracted = unit * (size + before + largest)
+    return ScoreError((before + subtracted).masked_fill(~allowed, 0.0), of_sink)
+
+
+def _product_error(q: Tensor, k: Tensor, scaling: float, r: Arithmetic) -> Tensor:
+    """How far a kernel's q·k·scaling may be off before it is stored, (B, H, t, K)."""
+    u = r.accumulate + unit_roundoff(torch.float64)
+    head_size = q.shape[-1]
+    q_norm, k_norm = q.norm(dim=-1, keepdim=True), k.norm(dim=-1)[..., None, :]
+    # |q||k| is at least Σ|q||k| over the head's components (Cauchy & Schwarz), and costs no product
+    size = by_key_head(q_norm, k_norm)  # (B, H, t, K)
+    flushed = by_key_head(torch.ones_like(q_norm), k_norm) + q_norm + 2 * math.sqrt(head_size)
+    return abs(scaling) * (
+        (gamma(head_size + 8, u) + 2 * r.operands + r.operands**2) * size
+        + r.tiny_accumulate * math.sqrt(head_size) * flushed
+    )
+
+
+def bounds(
+    eps: ScoreError, w: Tensor, o: Tensor, v: Tensor, allowed: Tensor, r: Arithmetic
+) -> tuple[Tensor, Tensor]:
+    """Steps 2 to 4 of the module's docstring: the bounds of a tile's weights and output."""
+    u = r.accumulate + unit_roundoff(torch.float64)
+    n = allowed.sum(-1, keepdim=True).double()  # (B, 1, t, 1): keys a row may attend to
+    # Keys that a window or padding hides may shift the blocks' edges by one.
+    rescalings = (n / BLOCK_KEYS).floor() + 1 if r.blocked else torch.zeros_like(n)
+    exponentials = torch.expm1((1 + rescalings) * math.log1p((2 * EXP_ULPS + 1) * u))
+    theta = gamma(n + 3, u) * (1 + exponentials) + exponentials  # (B, 1, t, 1): keys and a sink
+    moved = (w * torch.expm1(eps.scores)).sum(-1, keepdim=True)
+    if eps.sinks is not None:
+        moved = moved + (1 - w.sum(-1, keepdim=True)).clamp(min=0.0) * torch.expm1(eps.sinks)
+    # Products of factors near 1 as sums of logarithms, which keep their digits in float64 as well.
+    row = (
+        torch.log1p(moved)
+        + torch.log1p(theta)
+        - torch.log1p(-theta)
+        + math.log1p(r.storage)
+        + math.log1p(r.operands)
+    )  # (B, H, t, 1)
+    weights_bound = w * torch.expm1(eps.scores + row) + r.tiny * allowed  # (B, H, t, K)
+
+    summed = torch.expm1(torch.log1p(gamma(n + rescalings + 2, u)) + math.log1p(r.operands))
+    error = by_key_head(weights_bound * (1 + summed) + w * summed, v.abs())  # (B, H, t, Dv)
+    error = error + 2 * (n + 1) * r.tiny_accumulate
+    output_bound = error + r.storage * (o.abs() + error) + r.tiny
+    return weights_bound, output_bound
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rounding: Arithmetic
+) -> tuple[Tensor, Tensor]:
+    """x·W + b in float64, and the bound on a kernel's error in it.
+
+    Args:
+        x: (..., E).
+        weight: (E, F).
+        bias: (F,) or None.
+
+    Returns:
+        The product and the bound, both (..., F). The bound charges γ(E + 2) for the sum and two
+        roundings of the stored result: after the product and after the bias.
+    """
+    x, weight = x.double(), weight.double()
+    y = x @ weight
+    size = x.norm(dim=-1, keepdim=True) * weight.norm(dim=0)  # (..., F): at least |x||W|
+    if bias is not None:
+        y = y + bias.double()
+        size = size + bias.double().abs()
+    length = weight.shape[0]
+    u = rounding.accumulate + unit_roundoff(torch.float64)
+    inside = (gamma(length + 2, u) + 2 * rounding.operands + rounding.operands**2) * size
+    flushed = x.norm(dim=-1, keepdim=True) + weight.norm(dim=0) + 2 * math.sqrt(length)
+    inside = inside + rounding.tiny_accumulate * math.sqrt(length) * flushed
+    stored = gamma(2, rounding.storage) * (size + inside)
+    return y, inside + stored + rounding.tiny
+
+
+def by_key_head(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right where each of right's Hkv heads serves H/Hkv of left's heads in a row.
+
+    (B, H, t, K) @ (B, Hkv, K, N) -> (B, H, t, N), without repeating right.
+    """
+    batch, heads, rows, inner = left.shape
+    groups = right.shape[1]
+    grouped = left.reshape(batch, groups, heads // groups * rows, inner)
+    return (grouped @ right).view(batch, heads, rows, right.shape[-1])

@@ -1,0 +1,46 @@
+"""What some models add to the formula: a softcap, a bias on the scores, sinks. Pure tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attnprobe.masks import part
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What some models add to softmax(QKᵀ/√d_k + M)V.
+
+    Attributes:
+        softcap: c, where scaled scores s become c·tanh(s/c) before anything is added to them
+            (Gemma Team 2024, *Gemma 2*, section 2).
+        bias: (B or 1, H or 1, T or 1, S), added to the scores: by distance (ALiBi, Press et al.
+            2022), learned for distances (T5, Raffel et al. 2020), or a model's own.
+        sinks: (H,), a score for each head that takes part in softmax beside the keys' and brings no
+            value (gpt-oss), so that the weights of the keys sum to less than 1.
+    """
+
+    softcap: float | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+    def bias_of(self, start: int, stop: int, reach: int) -> Tensor | None:
+        """Rows of the bias over the first `reach` keys, float64; None where there is no bias."""
+        if self.bias is None:
+            return None
+        rows = self.bias if self.bias.shape[-2] == 1 else self.bias[..., start:stop, :]
+        return rows[..., :reach].double()
+
+
+    def within(self, text: int, heads: Sequence[int], stretch: slice) -> Terms:
+        """The terms of some heads among the tokens of one text, a stretch of its row."""
+        bias = None if self.bias is None else part(self.bias, text, heads, stretch)
+        sinks = None if self.sinks is None else self.sinks[list(heads)]
+        return Terms(self.softcap, bias, sinks)
+
+
+PLAIN = Terms()
+"""The formula as it stands."""
