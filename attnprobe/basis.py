@@ -29,10 +29,10 @@ _OWN_BIAS = "the model adds a bias of its own to the scores, taken as the model 
 
 def basis_of(call: AttentionCall) -> Basis:
     """The basis of a call, made once."""
-    found = vars(call).get("_basis")
+    found: Basis | None = vars(call).get("_basis")
     if found is None:
         found = vars(call)["_basis"] = Basis(call)  # beside the fields of a frozen dataclass
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 @dataclass(frozen=True, eq=False)

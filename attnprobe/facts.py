@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from attnprobe.masks import MaskRule
+from attnprobe.terms import Terms
 
 KNOWN_TYPES = frozenset(
     {
@@ -30,7 +31,7 @@ that the facts are not all: a query scaled beforehand, a window to both sides, a
 own. There the formula is said not to be checked.
 """
 
-TERMS = ("softcap", "s_aux", "sinks", "position_bias", "cu_seq_lens_q")
+UNHELD = ("sinks", "cu_seq_lens_q")
 """Arguments with which a model adds a term that the formula here does not hold."""
 
 
@@ -46,6 +47,15 @@ def expected_scaling(config: Any, head_size: int, layer: int) -> float:
     if getattr(config, "scale_attn_by_inverse_layer_idx", False):
         scaling /= layer + 1
     return float(scaling)
+
+
+def expected_terms(module: nn.Module, config: Any) -> Terms:
+    """The softcap that the config names, and the sinks that the module's weights hold."""
+    sinks = getattr(module, "sinks", None)
+    return Terms(
+        softcap=getattr(config, "attn_logit_softcapping", None),
+        sinks=sinks.detach() if isinstance(sinks, Tensor) else None,
+    )
 
 
 def is_causal(config: Any, module: nn.Module) -> bool:

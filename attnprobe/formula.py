@@ -18,6 +18,7 @@ from attnprobe.terms import PLAIN, Terms
 TILE_BYTES = 4 * 2**20
 """The size of one float64 tile of scores that the computation aims at, in bytes."""
 
+
 @dataclass(frozen=True, eq=False)
 class Tile:
     """Rows `start` to `stop` of one attention call, over the first K keys: those they can reach.

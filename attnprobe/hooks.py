@@ -22,9 +22,10 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from attnprobe import facts
-from attnprobe.formula import operand_unit
 from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, UnseenAttention
+from attnprobe.rounding import operand_unit
+from attnprobe.terms import Terms
 
 Kind = Literal["self", "cross"]
 KernelOutput = tuple[Tensor, Tensor | None]
@@ -198,21 +199,31 @@ class _Interception:
             value=value,
             scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
             expected_scaling=facts.expected_scaling(config, query.shape[-1], layer),
-            mask=mask.detach() if isinstance(mask, Tensor) else None,
+            mask=_detached(mask),
             is_causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
             expected_mask=facts.mask_rule(module, config, layer, kind, shape, self.frames),
             step=max(self.step, 0),
-            terms=_terms(arguments, query.device),
+            terms=Terms(
+                softcap=arguments.get("softcap"),
+                bias=_detached(arguments.get("position_bias")),
+                sinks=_detached(arguments.get("s_aux")),
+            ),
+            expected_terms=facts.expected_terms(module, config),
+            unheld=_unheld(arguments, query.device),
             facts_known=getattr(config, "model_type", None) in facts.KNOWN_TYPES,
             operands=operand_unit(query.dtype, query.device),
             dropout=float(arguments.get("dropout") or 0.0),
             module=module,
-            hidden_states=hidden.detach() if isinstance(hidden, Tensor) else None,
+            hidden_states=_detached(hidden),
         )
 
 
-def _terms(arguments: dict[str, Any], device: torch.device) -> tuple[str, ...]:
-    terms = [term for term in facts.TERMS if arguments.get(term) is not None]
+def _detached(given: Any) -> Tensor | None:
+    return given.detach() if isinstance(given, Tensor) else None
+
+
+def _unheld(arguments: dict[str, Any], device: torch.device) -> tuple[str, ...]:
+    terms = [term for term in facts.UNHELD if arguments.get(term) is not None]
     if torch.is_autocast_enabled(device.type):
         terms.append("autocast: the kernel casts what it is given")
     return tuple(terms)

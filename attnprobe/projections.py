@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attnprobe.formula import linear
 from attnprobe.records import AttentionCall
+from attnprobe.rounding import linear
 
 Projected = tuple[Tensor, Tensor]
 """What a projection should give, and the bound on its rounding: both float64."""

@@ -8,12 +8,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attnprobe.checks import difference
+from attnprobe.basis import basis_of
 from attnprobe.errors import InputError
+from attnprobe.formula import capped, tiles
 from attnprobe.formula import scores as dot_products
-from attnprobe.formula import tiles
-from attnprobe.masks import MaskRule
+from attnprobe.masks import Rule
 from attnprobe.records import AttentionCall, Capture, captured, whole
+from attnprobe.terms import Terms
 from attnprobe.words import By, Words
 
 Which = int | Sequence[int] | None
@@ -105,21 +106,25 @@ class Attention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rule: MaskRule,
+        rule: Rule,
         scaling: float,
+        terms: Terms,
         words: Words,
     ) -> None:
         self.query, self.key, self.value = query.double(), key.double(), value.double()
-        self.scaling, self.words = scaling, words
-        self.allowed = rule.allowed(keys=rule.keys, device=query.device)[0, 0]
+        self.scaling, self.terms, self.words = scaling, terms, words
+        by_head = rule.allowed(keys=rule.keys, device=query.device)[0]  # (h or 1, T, T)
+        self.allowed = by_head.any(0)
         self.weights = self.query.new_zeros(*query.shape[:2], rule.keys)
-        for tile in tiles(query[None], key[None], value[None], rule, scaling):
+        for tile in tiles(query[None], key[None], value[None], rule, scaling, terms):
             self.weights[:, tile.start : tile.stop, : tile.weights.shape[-1]] = tile.weights[0]
 
     @cached_property
     def scores(self) -> Tensor:
-        """(h, T, T), scaled, not masked."""
-        return dot_products(self.query[None], self.key[None], self.scaling)[0]
+        """(h, T, T): scaled, capped and with bias where the model has these; not masked."""
+        found = capped(dot_products(self.query[None], self.key[None], self.scaling), self.terms)[0]
+        bias = self.terms.bias_of(0, *found.shape[-2:])
+        return found if bias is None else found + bias[0]
 
     def shown(self, by: By) -> tuple[Tensor, Tensor]:
         """The weights, (h, N, N), and where a query may attend, (N, N) bool; by token or by word.
@@ -142,12 +147,12 @@ class Attention:
         """
         call = cap.call(layer)
         at = cap.positions(text)
-        reason = difference(call)
+        basis = basis_of(call)
+        reason = basis.departure
         if reason:
             raise InputError(
                 f"layer {layer}'s weights would not be the model's own: {reason}. See ap.verify"
             )
-        assert call.expected_mask is not None
         # Padding is at either end: a text's tokens are one stretch, and its diagonal stays one.
         stretch = slice(int(at[0]), int(at[-1]) + 1)
         key_heads = key_heads_of(call, heads)
@@ -155,8 +160,9 @@ class Attention:
             call.query[text, list(heads), stretch],
             call.key[text, key_heads, stretch],
             call.value[text, key_heads, stretch],
-            call.expected_mask.within(len(at)),
+            basis.rule.within(text, heads, stretch),
             call.expected_scaling,
+            basis.terms.within(text, heads, stretch),
             cap.words_of(text),
         )
 

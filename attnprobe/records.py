@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from attnprobe.errors import InputError
-from attnprobe.terms import PLAIN, Terms
 from attnprobe.masks import MaskRule
+from attnprobe.rounding import Arithmetic, arithmetic
+from attnprobe.terms import PLAIN, Terms
 from attnprobe.words import Words
 
 

@@ -170,10 +170,11 @@ def _product_error(q: Tensor, k: Tensor, scaling: float, r: Arithmetic) -> Tenso
     # |q||k| is at least Σ|q||k| over the head's components (Cauchy & Schwarz), and costs no product
     size = by_key_head(q_norm, k_norm)  # (B, H, t, K)
     flushed = by_key_head(torch.ones_like(q_norm), k_norm) + q_norm + 2 * math.sqrt(head_size)
-    return abs(scaling) * (
+    error: Tensor = abs(scaling) * (
         (gamma(head_size + 8, u) + 2 * r.operands + r.operands**2) * size
         + r.tiny_accumulate * math.sqrt(head_size) * flushed
     )
+    return error
 
 
 def bounds(

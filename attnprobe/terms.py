@@ -34,7 +34,6 @@ class Terms:
         rows = self.bias if self.bias.shape[-2] == 1 else self.bias[..., start:stop, :]
         return rows[..., :reach].double()
 
-
     def within(self, text: int, heads: Sequence[int], stretch: slice) -> Terms:
         """The terms of some heads among the tokens of one text, a stretch of its row."""
         bias = None if self.bias is None else part(self.bias, text, heads, stretch)

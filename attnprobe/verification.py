@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnprobe.basis import basis_of
 from attnprobe.capturing import output_of
-from attnprobe.checks import BY_CALL, rows_left_out, unheld
+from attnprobe.checks import BY_CALL, rows_left_out
 from attnprobe.errors import InputError
-from attnprobe.formula import attention
 from attnprobe.hooks import replaced
 from attnprobe.records import AttentionCall, Capture, captured
 from attnprobe.report import Row, VerificationReport
@@ -117,7 +117,7 @@ def _logits(cap: Capture) -> Row:
     """
     if cap.lm is None:
         return Row("logits", None, None, reason="the capture has no model with it")
-    reason = next(filter(None, (unheld(call) for call in cap.calls)), "")
+    reason = next(filter(None, (basis_of(call).unheld for call in cap.calls)), "")
     if cap.unseen:
         reason = f"{cap.unseen[0].name} computed its attention unseen"
     if reason:
@@ -176,15 +176,13 @@ def _output_with(cap: Capture, kernel: Callable[[AttentionCall], Tensor]) -> Ten
 
 
 def _formula(call: AttentionCall) -> Tensor:
-    assert call.expected_mask is not None
-    return attention(call.query, call.key, call.value, call.expected_mask, call.expected_scaling)
+    return basis_of(call).output()
 
 
 def _moved(call: AttentionCall, generator: torch.Generator) -> Tensor:
     """The formula's output, each number moved by its bound, up or down at random."""
-    assert call.expected_mask is not None
     parts = []
-    for tile in call.tiles():
+    for tile in basis_of(call).tiles():
         assert tile.output_bound is not None
         sign = torch.randint(0, 2, tile.output.shape, generator=generator) * 2 - 1
         parts.append(tile.output + sign.to(tile.output.device) * tile.output_bound)

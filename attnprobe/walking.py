@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from attnprobe.basis import basis_of
 from attnprobe.formula import softmax
 from attnprobe.looking import position
 from attnprobe.projections import source
@@ -198,8 +199,7 @@ def _sizes(call: AttentionCall, head: int) -> pd.DataFrame:
 
 def _bound(call: AttentionCall, text: int, head: int, row: int) -> float:
     """The bound of the `output` check at one row of one head: its largest over the components."""
-    assert call.expected_mask is not None
-    for tile in call.tiles():
+    for tile in basis_of(call).tiles():
         if tile.start <= row < tile.stop:
             assert tile.output_bound is not None
             return float(tile.output_bound[text, head, row - tile.start].max())

@@ -188,7 +188,7 @@ def test_what_is_not_a_number_is_a_mismatch(gpt2):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"terms": ("softcap",)}, "the formula here has no softcap"),
+        ({"unheld": ("sinks",)}, "the formula here has no sinks"),
         ({"dropout": 0.1}, "dropout of 0.1 was on"),
         ({"expected_mask": None}, "the mask came whole"),
     ],
@@ -370,7 +370,7 @@ def test_autocast_is_refused(gpt2):
         ap.capture(model, TEXTS)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad(), ap.probe(model) as calls:
         model(torch.tensor(TEXTS[:1]))
-    assert "autocast" in calls[0].terms[0]
+    assert "autocast" in calls[0].unheld[0]
 
 
 def test_an_adapter_on_a_projection_is_not_taken_for_the_projection(gpt2):
