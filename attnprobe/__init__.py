@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attnprobe.capturing import capture
     from attnprobe.errors import AttnprobeError, InputError, ModelError, NonFiniteError
+    from attnprobe.heads import head_stats
     from attnprobe.hooks import probe
     from attnprobe.looking import attended, attended_by
     from attnprobe.models import load
@@ -35,6 +36,7 @@ __all__ = [
     "attended",
     "attended_by",
     "capture",
+    "head_stats",
     "head_view",
     "heatmap",
     "heatmap_grid",
@@ -54,6 +56,7 @@ __all__ = [
 _HOMES = {
     "errors": ("AttnprobeError", "InputError", "ModelError", "NonFiniteError"),
     "capturing": ("capture",),
+    "heads": ("head_stats",),
     "hooks": ("probe",),
     "models": ("load",),
     "records": ("AttentionCall", "Capture", "LanguageModel"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnprobe.errors import InputError
 from attnprobe.projections import value_norms
 from attnprobe.recompute import Attention, Which, chosen, to_words
-from attnprobe.records import Capture, captured, whole
+from attnprobe.records import AttentionCall, Capture, captured, whole
 from attnprobe.words import Words
 
 How = Literal["mean", "max", "rollout"]
@@ -167,9 +167,26 @@ def _weighed(cap: Capture, layer: int, heads: list[int], weigh: Weigh, text: int
     attention = Attention.of(cap, layer, heads, text)
     if weigh == "weight":
         return attention.weights
-    norms = value_norms(cap.call(layer), heads, attention.value)  # (h, T)
+    shares = value_shares(cap.call(layer), heads, attention)
+    if isinstance(shares, str):
+        raise InputError(f"weigh='value' needs W_O, but {shares}; use weigh='weight'")
+    return shares
+
+
+def value_shares(call: AttentionCall, heads: list[int], attention: Attention) -> Tensor | str:
+    """Each weight times ‖v·W_O‖, as shares that sum to 1 in each row (or are 0), (h, T, T).
+
+    Args:
+        call: the attention call.
+        heads: which heads.
+        attention: those heads' weights and values.
+
+    Returns:
+        The shares; or, as text, why W_O is not known.
+    """
+    norms = value_norms(call, heads, attention.value)  # (h, T)
     if isinstance(norms, str):
-        raise InputError(f"weigh='value' needs W_O, but {norms}; use weigh='weight'")
+        return norms
     lengths = attention.weights * norms[:, None]  # (h, T, T)
     return lengths / lengths.sum(-1, keepdim=True).clamp(min=torch.finfo(lengths.dtype).tiny)
 

@@ -28,6 +28,7 @@ ORDER = [
     "verification",
     "recompute",
     "looking",
+    "heads",
     "tables",
     "walking",
     "printing",
