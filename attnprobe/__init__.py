@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from attnprobe.tables import styled, table
     from attnprobe.verification import verify
     from attnprobe.views.bertviz import head_view, model_view, neuron_view
+    from attnprobe.views.overview import report_view
     from attnprobe.views.page import View
     from attnprobe.views.plots import heatmap, heatmap_grid
     from attnprobe.walking import Walkthrough, walkthrough
@@ -44,6 +45,7 @@ __all__ = [
     "model_view",
     "neuron_view",
     "probe",
+    "report_view",
     "scores",
     "styled",
     "table",
@@ -66,6 +68,7 @@ _HOMES = {
     "tables": ("styled", "table"),
     "verification": ("verify",),
     "views.bertviz": ("head_view", "model_view", "neuron_view"),
+    "views.overview": ("report_view",),
     "views.page": ("View",),
     "views.plots": ("heatmap", "heatmap_grid"),
     "walking": ("Walkthrough", "walkthrough"),

@@ -23,6 +23,7 @@ MASSES = (
 """The kinds of keys that `head_stats` sums weights over."""
 
 BASIC = ("entropy", "entropy_share", "largest", "distance", "distance_without_first")
+"""What needs no kind of key."""
 
 COUNTED = MASSES[-3:]
 """Those that some texts have no, or few, rows for: their rows are counted."""
@@ -64,7 +65,7 @@ def head_stats(
     | `same` | j = i |
     | `next` | j = i + 1: NaN in a causal model |
     | `punctuation` | tokens of nothing but Unicode's punctuation (P), special tokens left out |
-    | `duplicate` | j < i with the token id of i |
+    | `duplicate` | j < i with the token id of i (Wang et al. 2023) |
     | `induction` | 0 < j < i with the token id of i at j - 1 (Olsson et al. 2022) |
 
     In a bidirectional model, too, `duplicate` and `induction` are of earlier tokens only: what a
@@ -79,10 +80,10 @@ def head_stats(
     only one does, i and j are left out. With K texts it goes from 0 (each position gets the same
     in every text) to 1 - 1/K. Of one text it is NaN.
 
-    The entropy's share and the sum over punctuation are as in Clark, Khandelwal, Levy & Manning
-    2019, *What Does BERT Look At?*; the distance is Vig & Belinkov's; the shares by value are
-    Kobayashi, Kuribayashi, Yokoi & Inui's (2020, *Attention is Not Only a Weight*), scaled in each
-    row to sum to 1.
+    The entropy and the sum over punctuation are as in Clark, Khandelwal, Levy & Manning 2019,
+    *What Does BERT Look At?*; the distance is Vig & Belinkov's; the lengths by value are Kobayashi,
+    Kuribayashi, Yokoi & Inui's (2020, *Attention is Not Only a Weight*), scaled in each row to sum
+    to 1.
 
     Args:
         cap: what `capture` returned.
@@ -199,7 +200,7 @@ def _of_layer(
 
 
 def _basic(attention: Attention) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What needs no kind of key: a name, a value for each row, (h, T), and which rows count."""
+    """The columns `BASIC`: a name, a value for each row, (h, T), and which rows count, (T,)."""
     weights = attention.weights  # (h, T, T)
     keys = attention.allowed.sum(-1)  # (T,)
     every, several = keys > 0, keys > 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Literal
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -210,9 +211,9 @@ def _strongest(
     read = [one.label for one in words.words]
     frame = pd.DataFrame(
         {
-            "query_pos": queries,
+            "query_pos": np.array(queries, np.int64),  # also where there is none
             "query": [read[at] for at in queries],
-            "key_pos": keys,
+            "key_pos": np.array(keys, np.int64),
             "key": [read[at] for at in keys],
             name: weight.cpu().numpy(),
         }

@@ -29,6 +29,7 @@ ORDER = [
     "recompute",
     "looking",
     "heads",
+    "remarks",
     "tables",
     "walking",
     "printing",
@@ -43,6 +44,11 @@ ORDER = [
     "views.fonts",
     "views.drawing",
     "views.plots",
+    "views.overview",
+    "exits",
+    "targets",
+    "kinds",
+    "options",
     "cli",
 ]
 

@@ -18,8 +18,9 @@ from attnprobe.printing import write
 
 _HIGHEST = 900  # pixels of a frame in a notebook; what is higher scrolls
 
-# Whatever the page holds, the browser fetches nothing for it and sends nothing.
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+# Whatever the page holds, the browser fetches nothing for it and sends nothing. Its pictures stand
+# in it.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +102,8 @@ def own_page(title: str, name: str, body: str, data: Mapping[str, Any], *, lang:
         data: what the script reads as `DATA`; arrays in it are `packed`.
         lang: the language of the page's own words, as HTML names it.
     """
-    scripts = (_own("common.js"), f"const DATA = {as_script(data)};", _own(f"{name}.js"))
-    return page(title, _own("common.css") + _own(f"{name}.css"), body, scripts, lang=lang)
+    scripts = (beside("common.js"), f"const DATA = {as_script(data)};", beside(f"{name}.js"))
+    return page(title, beside("common.css") + beside(f"{name}.css"), body, scripts, lang=lang)
 
 
 def packed(array: np.ndarray) -> dict[str, Any]:
@@ -124,5 +125,6 @@ def as_script(data: Any) -> str:
 
 
 @cache
-def _own(name: str) -> str:
+def beside(name: str) -> str:
+    """A style or script of attnprobe's own, a file beside this module."""
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
