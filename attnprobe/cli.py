@@ -1,7 +1,7 @@
 """The command `attnprobe`.
 
-Exit codes: 0 verified, or what was asked for was given; 1 mismatch; 2 bad input, an unusable model, or a
-verification that could not check what it must; 70 a bug in attnprobe; 130 interrupted; 141 the
+Exit codes: 0 verified, or what was asked for was given; 1 mismatch; 2 bad input, an unusable model,
+or a verification that could not check what it must; 70 a bug in attnprobe; 130 interrupted; 141 the
 reader of a pipe went away. Whatever imports torch is imported inside the commands: `--help` must
 not wait for it.
 """
@@ -12,8 +12,6 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,6 +43,7 @@ from attnprobe.targets import (
     check_table,
     give_shown,
     give_table,
+    progress,
     terminal_width,
 )
 
@@ -99,8 +98,8 @@ def verify(
         from attnprobe import printing
         from attnprobe.verification import verify
 
-        with _progress() as progress:
-            report = verify(cap, names, progress=progress)
+        with progress() as show:
+            report = verify(cap, names, progress=show)
         if out is not None:
             printing.write(out, printing.report_page(report, text))
         if as_json:
@@ -264,8 +263,8 @@ def report(
         from attnprobe.verification import verify
         from attnprobe.views.overview import report_view
 
-        with _progress() as progress:
-            verification = verify(cap, progress=progress)
+        with progress() as show:
+            verification = verify(cap, progress=show)
         with warnings_as_notes():
             page = report_view(cap, verification)
         give_shown(page.html, out, look, PAGE[0])
@@ -315,19 +314,3 @@ def _capture(
 
     lm = load(model, revision=revision, dtype=dtype, attn=attn, device=device)
     return capture(lm, text)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr while the block runs, if stderr is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("verifying", total=None)
-
-        def show(label: str, done: int, total: int) -> None:
-            bar.update(task, description=label, completed=done, total=total)
-
-        yield show

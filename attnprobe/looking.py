@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
@@ -18,6 +19,8 @@ from attnprobe.words import Words
 
 How = Literal["mean", "max", "rollout"]
 Weigh = Literal["weight", "value"]
+
+_Group = tuple[list[int], list[int], np.ndarray]  # queries, keys, and their weights
 
 _NAMES = {"weight": "weight", "value": "value_share"}  # of the column, by `weigh`
 
@@ -74,12 +77,13 @@ def attended(
         matrix[:, first] = 0.0
         matrix = matrix / matrix.sum(-1, keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
         name = f"{name}_without_first"
-    frames = []
+    weights = matrix.cpu().numpy()
+    groups = []
     for at in queries:
         seen = range(at + 1) if cap.causal else range(len(words.words))
         keys = [key for key in seen if not (skip_first and key == first)]
-        frames.append(_strongest(words, [at] * len(keys), keys, matrix[at, keys], name, top))
-    return pd.concat(frames, ignore_index=True)
+        groups.append(([at] * len(keys), keys, weights[at, keys]))
+    return _strongest(words, name, top, groups)
 
 
 def attended_by(
@@ -101,13 +105,12 @@ def attended_by(
     words = captured(cap).words_of(text)
     keys = _positions(words, word, nth)
     matrix = _combined(cap, layer, head, how, weigh, text)  # (N, N)
-    frames = []
+    weights = matrix.cpu().numpy()
+    groups = []
     for at in keys:
         seeing = list(range(at if cap.causal else 0, len(words.words)))
-        frames.append(
-            _strongest(words, seeing, [at] * len(seeing), matrix[seeing, at], _NAMES[weigh], top)
-        )
-    return pd.concat(frames, ignore_index=True)
+        groups.append((seeing, [at] * len(seeing), weights[seeing, at]))
+    return _strongest(words, _NAMES[weigh], top, groups)
 
 
 def _positions(words: Words, word: str | int | None, nth: int) -> list[int]:
@@ -202,20 +205,24 @@ def _rollout(cap: Capture, last: int, heads: list[int], text: int) -> Tensor:
     return flow
 
 
-def _strongest(
-    words: Words, queries: list[int], keys: list[int], weight: Tensor, name: str, top: int
-) -> pd.DataFrame:
+def _strongest(words: Words, name: str, top: int, groups: Iterable[_Group]) -> pd.DataFrame:
+    """The rows of each group with the largest weights, in one frame."""
     top = whole(top, "top")
     if top < 1:
         raise InputError(f"top must be at least 1, got {top}")
-    read = [one.label for one in words.words]
-    frame = pd.DataFrame(
+    kept = []
+    for group in groups:
+        order = np.argsort(-group[2], kind="stable")[:top]
+        kept.append([np.asarray(one)[order] for one in group])
+    queries, keys, weights = (np.concatenate(one) for one in zip(*kept, strict=True))
+    read = np.array([one.label for one in words.words], object)
+    queries, keys = queries.astype(np.int64), keys.astype(np.int64)  # also where there is none
+    return pd.DataFrame(
         {
-            "query_pos": np.array(queries, np.int64),  # also where there is none
-            "query": [read[at] for at in queries],
-            "key_pos": np.array(keys, np.int64),
-            "key": [read[at] for at in keys],
-            name: weight.cpu().numpy(),
+            "query_pos": queries,
+            "query": read[queries],
+            "key_pos": keys,
+            "key": read[keys],
+            name: weights,
         }
-    )
-    return frame.nlargest(top, name).reset_index(drop=True)
+    ).infer_objects()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tempfile
 import webbrowser
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from importlib import util
 from pathlib import Path
@@ -110,16 +111,16 @@ def check_shown(out: Path | None, look: bool, suffixes: tuple[str, ...] = PAGE) 
 def give_shown(content: str | bytes, out: Path | None, look: bool, suffix: str) -> None:
     """Write a page or a picture, and open it in a browser where that is asked for.
 
-    Without `out` it goes to a new temporary file, whose name is printed.
+    Without `out` it goes to a file in a new temporary folder, which nobody else may read; its name
+    is printed.
     """
     from attnprobe import printing
 
-    if out is None:
-        handle, name = tempfile.mkstemp(prefix="attnprobe-", suffix=suffix)
-        os.close(handle)
-        out = Path(name)
-        print(f"written to {out}")
+    given = out is not None
+    out = out or Path(tempfile.mkdtemp(prefix="attnprobe-")) / f"attention{suffix}"
     printing.write(out, content)
+    if not given:
+        print(f"written to {out}")
     if look and not webbrowser.open(out.resolve().as_uri()):
         print(f"attnprobe: found no browser; open {out} in one", file=sys.stderr)
 
@@ -127,3 +128,19 @@ def give_shown(content: str | bytes, out: Path | None, look: bool, suffix: str) 
 def terminal_width() -> int | None:
     """How many columns standard output has, if it is a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr while the block runs, if stderr is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("verifying", total=None)
+
+        def show(label: str, done: int, total: int) -> None:
+            bar.update(task, description=label, completed=done, total=total)
+
+        yield show

@@ -28,6 +28,9 @@ from attnprobe.words import visible
 LINES = 40_000
 """The most lines that one view on the page draws: it holds several, and is to open at once."""
 
+MAP_WORDS = 50
+"""The most words of a heat map on the page."""
+
 _TOP, _TOP_WITHOUT_FIRST, _MAPS = 3, 2, 2
 _LABEL = 32  # columns that a word may take in a table
 
@@ -38,8 +41,8 @@ def report_view(
     """One page about a text: the verdict and the checks, which words each word attends to, the
     heads worth looking at (see `attnprobe.remarks`), heat maps, and the views.
 
-    What a browser could not draw fast (see `LINES`), and what cannot be said of this model, is left
-    out, with a sentence that says so.
+    What would take long to draw (see `LINES` and `MAP_WORDS`), and what cannot be said of this
+    model, is left out, with a sentence that says so.
 
     Args:
         cap: what `capture` returned.
@@ -184,6 +187,12 @@ def _heads(subject: _Subject) -> str:
 
 
 def _maps(subject: _Subject) -> str:
+    count = len(subject.cap.words_of(subject.text).words)
+    if count > MAP_WORDS:
+        raise InputError(
+            f"a heat map of {count} words, more than {MAP_WORDS}, takes long to draw; ap.heatmap "
+            "does it"
+        )
     drawn = []
     for layer, head in subject.best[:_MAPS]:
         svg = picture(heatmap(subject.cap, layer, head, by="word", text=subject.text), "svg")
