@@ -224,7 +224,7 @@ def test_what_is_too_long_to_draw_is_left_out_with_a_sentence(bundled, show):
     assert tab.page.locator("iframe").count() == 0
 
 
-def test_a_mismatch_is_said_and_weights_that_are_not_the_models_are_not_shown(cap):
+def test_weights_that_are_not_the_models_are_not_shown(cap):
     calls = [replace(call, scaling=2 * call.scaling) for call in cap.calls]
     view = ap.report_view(replace(cap, calls=tuple(calls)), ap.verify(cap))
     sentences = left_out(view)
