@@ -125,9 +125,9 @@ def _checks(verification: VerificationReport) -> str:
     how = f"{verification.kernel} kernel in {verification.dtype}; the worst of each check:"
     return (
         f'<section>\n<h2>What was checked</h2>\n<p class="hint">{html.escape(how)}</p>\n'
-        f'<div class="wide">{by_layer_html(verification.by_check())}</div>\n'
+        f'<div class="wide checks">{by_layer_html(verification.by_check())}</div>\n'
         "<details><summary>The worst of each check and layer</summary>\n"
-        f'<div class="wide">{by_layer_html(verification)}</div></details>\n</section>'
+        f'<div class="wide checks">{by_layer_html(verification)}</div></details>\n</section>'
     )
 
 
