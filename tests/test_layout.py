@@ -28,6 +28,8 @@ ORDER = [
     "verification",
     "recompute",
     "looking",
+    "heads",
+    "remarks",
     "tables",
     "walking",
     "printing",
@@ -46,6 +48,11 @@ ORDER = [
     "views.fonts",
     "views.drawing",
     "views.plots",
+    "views.overview",
+    "exits",
+    "targets",
+    "kinds",
+    "options",
     "cli",
 ]
 
