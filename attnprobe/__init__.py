@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attnprobe.capturing import capture
     from attnprobe.errors import AttnprobeError, InputError, ModelError, NonFiniteError
+    from attnprobe.heads import head_stats
     from attnprobe.hooks import probe
     from attnprobe.looking import attended, attended_by
     from attnprobe.models import load
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from attnprobe.verification import verify
     from attnprobe.views.attention import attention_view
     from attnprobe.views.bertviz import head_view, model_view, neuron_view
+    from attnprobe.views.overview import report_view
     from attnprobe.views.page import View
     from attnprobe.views.plots import heatmap, heatmap_grid
     from attnprobe.views.walk import walkthrough_view
@@ -38,6 +40,7 @@ __all__ = [
     "attended_by",
     "attention_view",
     "capture",
+    "head_stats",
     "head_view",
     "heatmap",
     "heatmap_grid",
@@ -45,6 +48,7 @@ __all__ = [
     "model_view",
     "neuron_view",
     "probe",
+    "report_view",
     "scores",
     "styled",
     "table",
@@ -58,6 +62,7 @@ __all__ = [
 _HOMES = {
     "errors": ("AttnprobeError", "InputError", "ModelError", "NonFiniteError"),
     "capturing": ("capture",),
+    "heads": ("head_stats",),
     "hooks": ("probe",),
     "models": ("load",),
     "records": ("AttentionCall", "Capture", "LanguageModel"),
@@ -68,6 +73,7 @@ _HOMES = {
     "verification": ("verify",),
     "views.attention": ("attention_view",),
     "views.bertviz": ("head_view", "model_view", "neuron_view"),
+    "views.overview": ("report_view",),
     "views.page": ("View",),
     "views.plots": ("heatmap", "heatmap_grid"),
     "views.walk": ("walkthrough_view",),

@@ -1,39 +1,54 @@
 """The command `attnprobe`.
 
-Exit codes: 0 verified, or a table was given; 1 mismatch; 2 bad input, an unusable model, or a
-verification that could not check what it must; 70 a bug in attnprobe; 130 interrupted; 141 the
+Exit codes: 0 verified, or what was asked for was given; 1 mismatch; 2 bad input, an unusable model,
+or a verification that could not check what it must; 70 a bug in attnprobe; 130 interrupted; 141 the
 reader of a pipe went away. Whatever imports torch is imported inside the commands: `--help` must
 not wait for it.
 """
 
 from __future__ import annotations
 
-import errno
 import io
 import os
-import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from enum import StrEnum
-from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnprobe.errors import AttnprobeError, InputError
+from attnprobe.errors import InputError
+from attnprobe.exits import BUG, INTERRUPTED, VERDICTS, exits, interrupted, warnings_as_notes
+from attnprobe.kinds import KINDS, kind_of
+from attnprobe.options import (
+    SENTENCE,
+    Attn,
+    ByWord,
+    Device,
+    Dtype,
+    FormatOption,
+    Head,
+    Layer,
+    Model,
+    Open,
+    Out,
+    Page,
+    Revision,
+    Text,
+)
+from attnprobe.targets import (
+    PAGE,
+    check_file,
+    check_shown,
+    check_table,
+    give_shown,
+    give_table,
+    progress,
+    terminal_width,
+)
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from attnprobe.records import Capture
-
-SENTENCE = "The children were playing in the green park"
-
-_VERDICTS = {"verified": 0, "mismatch": 1, "not_checked": 2}
-_BAD_INPUT, _BUG, _INTERRUPTED, _READER_GONE = 2, 70, 130, 141
 
 app = typer.Typer(
     add_completion=False,
@@ -41,39 +56,6 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-class Format(StrEnum):
-    """How a table is written."""
-
-    CSV = "csv"
-    JSON = "json"
-    PARQUET = "parquet"
-    TABLE = "table"
-
-
-_FORMATS = {
-    ".csv": Format.CSV,
-    ".json": Format.JSON,
-    ".parquet": Format.PARQUET,
-    ".txt": Format.TABLE,
-}
-
-Text = Annotated[str, typer.Argument(help="The text to run the model on.")]
-Model = Annotated[str, typer.Option(help="bundled, a folder, a .gguf file, or an id on the hub.")]
-Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16, float64 or auto.")]
-Attn = Annotated[
-    str | None, typer.Option(help="The attention kernel: sdpa, eager, … If not given, the model's.")
-]
-Device = Annotated[str, typer.Option(help="cpu, cuda, …")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
-Layer = Annotated[int | None, typer.Option(help="Counted from 0; all if not given.")]
-Head = Annotated[int | None, typer.Option(help="Counted from 0; all if not given.")]
-FormatOption = Annotated[
-    Format | None,
-    typer.Option("--format", help="How to write the table; else as the name in --out ends."),
-]
-Out = Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -109,22 +91,22 @@ def verify(
 
     Exit code 0: verified. 1: mismatch. 2: bad input, or it could not be checked.
     """
-    with _exits():
-        _check_target(out, (".html", ".htm"))
+    with exits():
+        check_file(out)
         names = _checks(checks)
         cap = _capture(text, model, revision, dtype, attn, device)
         from attnprobe import printing
         from attnprobe.verification import verify
 
-        with _progress() as progress:
-            report = verify(cap, names, progress=progress)
+        with progress() as show:
+            report = verify(cap, names, progress=show)
         if out is not None:
             printing.write(out, printing.report_page(report, text))
         if as_json:
             print(printing.report_json(report, text))
         else:
-            print(printing.report_text(report, text, _terminal_width()))
-    raise typer.Exit(_VERDICTS[report.verdict])
+            print(printing.report_text(report, text, terminal_width()))
+    raise typer.Exit(VERDICTS[report.verdict])
 
 
 @app.command()
@@ -132,7 +114,7 @@ def table(
     text: Text = SENTENCE,
     layer: Layer = None,
     head: Head = None,
-    by_word: Annotated[bool, typer.Option("--by-word", help="By word, not by token.")] = False,
+    by_word: ByWord = False,
     format: FormatOption = None,
     out: Out = None,
     model: Model = "bundled",
@@ -142,12 +124,12 @@ def table(
     revision: Revision = None,
 ) -> None:
     """Show score and weight of every query and each key that it may attend to."""
-    with _exits():
-        format = _check_target(out, format=format)
+    with exits():
+        format = check_table(out, format)
         cap = _capture(text, model, revision, dtype, attn, device)
         from attnprobe.tables import table
 
-        _give(table(cap, layer, head, by="word" if by_word else "token"), format, out)
+        give_table(table(cap, layer, head, by="word" if by_word else "token"), format, out)
 
 
 @app.command()
@@ -175,12 +157,12 @@ def words(
     revision: Revision = None,
 ) -> None:
     """Show which past words a word looks at, strongest first: in one head, or over many."""
-    with _exits():
+    with exits():
         if word is None and nth:
             raise InputError("--nth goes with --word: it says which of the word's occurrences")
         if reverse and skip_first:
             raise InputError("--skip-first does not go with --reverse")
-        format = _check_target(out, format=format)
+        format = check_table(out, format)
         cap = _capture(text, model, revision, dtype, attn, device)
         from attnprobe.looking import attended, attended_by
 
@@ -190,7 +172,7 @@ def words(
             frame = attended_by(cap, word, **options)
         else:
             frame = attended(cap, word, skip_first=skip_first, **options)
-        _give(frame, format, out)
+        give_table(frame, format, out)
 
 
 @app.command()
@@ -208,8 +190,8 @@ def walk(
     revision: Revision = None,
 ) -> None:
     """Walk through the formula for one word in one head, step by step."""
-    with _exits():
-        _check_target(out, (".html", ".htm"))
+    with exits():
+        check_file(out)
         cap = _capture(text, model, revision, dtype, attn, device)
         from attnprobe import printing
         from attnprobe.walking import walkthrough
@@ -219,6 +201,75 @@ def walk(
             print(walked)
         else:
             printing.write(out, printing.page(f"attnprobe walk: {word}", walked._repr_html_()))
+
+
+@app.command()
+def view(
+    kind: Annotated[str, typer.Option(help=f"What to draw: {', '.join(KINDS)}.")],
+    text: Text = SENTENCE,
+    layer: Layer = None,
+    head: Head = None,
+    by_word: ByWord = False,
+    word: Annotated[str | None, typer.Option(help="One word of the text.")] = None,
+    nth: Annotated[int | None, typer.Option(help="Which of its occurrences, from 0.")] = None,
+    lang: Annotated[str | None, typer.Option(help="The language of the page's own words.")] = None,
+    out: Page = None,
+    look: Open = False,
+    model: Model = "bundled",
+    dtype: Dtype = "float32",
+    attn: Attn = None,
+    device: Device = "cpu",
+    revision: Revision = None,
+) -> None:
+    """Draw attention: a page that stands alone, or with --kind heatmap an .svg, .png or .pdf.
+
+    Each kind takes some of --layer, --head, --by-word, --word, --nth and --lang, and refuses the
+    others.
+    """
+    with exits():
+        chosen = kind_of(kind)
+        asked = {"layer": layer, "head": head, "by": "word" if by_word else None}
+        asked |= {"word": word, "nth": nth, "lang": lang}
+        given: dict[str, Any] = {name: one for name, one in asked.items() if one is not None}
+        chosen.refuse_others(kind, given)
+        if nth is not None and word is None:
+            raise InputError("--nth goes with --word: it says which of the word's occurrences")
+        check_shown(out, look, chosen.suffixes)
+        cap = _capture(text, model, revision, dtype, attn, device)
+        suffix = chosen.suffixes[0] if out is None else out.suffix.lower()
+        with warnings_as_notes():
+            content = chosen.draw(cap, {"layer": None, "head": None} | given, suffix)
+        give_shown(content, out, look, suffix)
+
+
+@app.command()
+def report(
+    text: Text = SENTENCE,
+    out: Page = None,
+    look: Open = False,
+    model: Model = "bundled",
+    dtype: Dtype = "float32",
+    attn: Attn = None,
+    device: Device = "cpu",
+    revision: Revision = None,
+) -> None:
+    """Verify, and write all there is to see of a text on one page: checks, words, heads, pictures.
+
+    Exit code 0: verified. 1: mismatch. 2: bad input, or it could not be checked.
+    """
+    with exits():
+        check_shown(out, look)
+        cap = _capture(text, model, revision, dtype, attn, device)
+        from attnprobe.verification import verify
+        from attnprobe.views.overview import report_view
+
+        with progress() as show:
+            verification = verify(cap, progress=show)
+        with warnings_as_notes():
+            page = report_view(cap, verification)
+        give_shown(page.html, out, look, PAGE[0])
+        print(verification.summary)
+    raise typer.Exit(VERDICTS[verification.verdict])
 
 
 def main() -> None:
@@ -236,40 +287,10 @@ def main() -> None:
     try:
         app()
     except Exception as error:  # noqa: BLE001  (a crash must not leave with 1: that is a mismatch)
-        # transformers' lazy imports wrap whatever interrupts them in an error of their own.
-        if _interrupted(error):
-            sys.exit(_INTERRUPTED)
+        if interrupted(error):
+            sys.exit(INTERRUPTED)
         traceback.print_exc()
-        sys.exit(_BUG)
-
-
-def _interrupted(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-@contextmanager
-def _exits() -> Iterator[None]:
-    """Turn what ends a command early into a message and an exit code."""
-    try:
-        yield
-        sys.stdout.flush()
-    except AttnprobeError as error:
-        print(f"attnprobe: {error}", file=sys.stderr)
-        raise typer.Exit(_BAD_INPUT) from None
-    except BrokenPipeError:
-        # What is still buffered goes nowhere, else Python complains about it on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(_READER_GONE) from None
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        print("attnprobe: cannot write the output: no space is left", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(_BAD_INPUT) from None
+        sys.exit(BUG)
 
 
 def _checks(names: str | None) -> list[str] | None:
@@ -293,72 +314,3 @@ def _capture(
 
     lm = load(model, revision=revision, dtype=dtype, attn=attn, device=device)
     return capture(lm, text)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr while the block runs, if stderr is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("verifying", total=None)
-
-        def show(label: str, done: int, total: int) -> None:
-            bar.update(task, description=label, completed=done, total=total)
-
-        yield show
-
-
-def _give(frame: pd.DataFrame, format: Format | None, out: Path | None) -> None:
-    from attnprobe import printing
-
-    content: str | bytes
-    match format:
-        case Format.CSV:
-            content = printing.frame_csv(frame)
-        case Format.JSON:
-            content = printing.frame_json(frame)
-        case Format.TABLE | None:
-            content = printing.frame_text(frame, _terminal_width() if out is None else None)
-        case Format.PARQUET:
-            content = printing.frame_parquet(frame)
-    if out is None:
-        print(content)
-    else:
-        printing.write(out, content if isinstance(content, bytes) else content + "\n")
-
-
-def _terminal_width() -> int | None:
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def _check_target(
-    out: Path | None, suffixes: tuple[str, ...] = (), format: Format | None = None
-) -> Format | None:
-    """Refuse, before any work, a file that could not be written; give the format to write.
-
-    Without a format, a name's ending says it; a name that says none is refused.
-    """
-    if out is not None and format is None and not suffixes:
-        format = _FORMATS.get(out.suffix.lower())
-        if format is None:
-            raise InputError(f"--out: expected a name in {', '.join(_FORMATS)}, got {out.name}")
-    if format is Format.PARQUET:
-        if out is None:
-            raise InputError("parquet is not for a terminal: name a file with --out")
-        if util.find_spec("pyarrow") is None:
-            raise InputError("parquet needs pyarrow: pip install 'attnprobe[parquet]'")
-    if out is None:
-        return format
-    try:
-        if not out.parent.is_dir():
-            raise InputError(f"cannot write {out}: there is no folder {out.parent}")
-        if out.exists() and not out.is_file():
-            raise InputError(f"cannot write {out}: it is not a file")
-    except OSError as error:
-        raise InputError(f"cannot write {out}: {error.strerror}") from None
-    if suffixes and out.suffix.lower() not in suffixes:
-        raise InputError(f"--out writes a page: expected a name in {suffixes[0]}, got {out.name}")
-    return format

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from typing import Literal
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -12,11 +14,13 @@ from torch import Tensor
 from attnprobe.errors import InputError
 from attnprobe.projections import value_norms
 from attnprobe.recompute import Attention, Which, chosen, to_words
-from attnprobe.records import Capture, captured, whole
+from attnprobe.records import AttentionCall, Capture, captured, whole
 from attnprobe.words import Words
 
 How = Literal["mean", "max", "rollout"]
 Weigh = Literal["weight", "value"]
+
+_Group = tuple[list[int], list[int], np.ndarray]  # queries, keys, and their weights
 
 _NAMES = {"weight": "weight", "value": "value_share"}  # of the column, by `weigh`
 
@@ -73,12 +77,13 @@ def attended(
         matrix[:, first] = 0.0
         matrix = matrix / matrix.sum(-1, keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
         name = f"{name}_without_first"
-    frames = []
+    weights = matrix.cpu().numpy()
+    groups = []
     for at in queries:
         seen = range(at + 1) if cap.causal else range(len(words.words))
         keys = [key for key in seen if not (skip_first and key == first)]
-        frames.append(_strongest(words, [at] * len(keys), keys, matrix[at, keys], name, top))
-    return pd.concat(frames, ignore_index=True)
+        groups.append(([at] * len(keys), keys, weights[at, keys]))
+    return _strongest(words, name, top, groups)
 
 
 def attended_by(
@@ -100,13 +105,12 @@ def attended_by(
     words = captured(cap).words_of(text)
     keys = _positions(words, word, nth)
     matrix = _combined(cap, layer, head, how, weigh, text)  # (N, N)
-    frames = []
+    weights = matrix.cpu().numpy()
+    groups = []
     for at in keys:
         seeing = list(range(at if cap.causal else 0, len(words.words)))
-        frames.append(
-            _strongest(words, seeing, [at] * len(seeing), matrix[seeing, at], _NAMES[weigh], top)
-        )
-    return pd.concat(frames, ignore_index=True)
+        groups.append((seeing, [at] * len(seeing), weights[seeing, at]))
+    return _strongest(words, _NAMES[weigh], top, groups)
 
 
 def _positions(words: Words, word: str | int | None, nth: int) -> list[int]:
@@ -167,9 +171,26 @@ def _weighed(cap: Capture, layer: int, heads: list[int], weigh: Weigh, text: int
     attention = Attention.of(cap, layer, heads, text)
     if weigh == "weight":
         return attention.weights
-    norms = value_norms(cap.call(layer), heads, attention.value)  # (h, T)
+    shares = value_shares(cap.call(layer), heads, attention)
+    if isinstance(shares, str):
+        raise InputError(f"weigh='value' needs W_O, but {shares}; use weigh='weight'")
+    return shares
+
+
+def value_shares(call: AttentionCall, heads: list[int], attention: Attention) -> Tensor | str:
+    """Each weight times ‖v·W_O‖, as shares that sum to 1 in each row (or are 0), (h, T, T).
+
+    Args:
+        call: the attention call.
+        heads: which heads.
+        attention: those heads' weights and values.
+
+    Returns:
+        The shares; or, as text, why W_O is not known.
+    """
+    norms = value_norms(call, heads, attention.value)  # (h, T)
     if isinstance(norms, str):
-        raise InputError(f"weigh='value' needs W_O, but {norms}; use weigh='weight'")
+        return norms
     lengths = attention.weights * norms[:, None]  # (h, T, T)
     return lengths / lengths.sum(-1, keepdim=True).clamp(min=torch.finfo(lengths.dtype).tiny)
 
@@ -184,20 +205,24 @@ def _rollout(cap: Capture, last: int, heads: list[int], text: int) -> Tensor:
     return flow
 
 
-def _strongest(
-    words: Words, queries: list[int], keys: list[int], weight: Tensor, name: str, top: int
-) -> pd.DataFrame:
+def _strongest(words: Words, name: str, top: int, groups: Iterable[_Group]) -> pd.DataFrame:
+    """The rows of each group with the largest weights, in one frame."""
     top = whole(top, "top")
     if top < 1:
         raise InputError(f"top must be at least 1, got {top}")
-    read = [one.label for one in words.words]
-    frame = pd.DataFrame(
+    kept = []
+    for group in groups:
+        order = np.argsort(-group[2], kind="stable")[:top]
+        kept.append([np.asarray(one)[order] for one in group])
+    queries, keys, weights = (np.concatenate(one) for one in zip(*kept, strict=True))
+    read = np.array([one.label for one in words.words], object)
+    queries, keys = queries.astype(np.int64), keys.astype(np.int64)  # also where there is none
+    return pd.DataFrame(
         {
             "query_pos": queries,
-            "query": [read[at] for at in queries],
+            "query": read[queries],
             "key_pos": keys,
-            "key": [read[at] for at in keys],
-            name: weight.cpu().numpy(),
+            "key": read[keys],
+            name: weights,
         }
-    )
-    return frame.nlargest(top, name).reset_index(drop=True)
+    ).infer_objects()

@@ -57,14 +57,19 @@ def report_json(report: VerificationReport, text: str) -> str:
 
 def report_page(report: VerificationReport, text: str) -> str:
     """A report as a page that stands alone: no script, no network; every text escaped."""
-    layers = pd.DataFrame(_by_layer(report), columns=list(_COLUMNS))
-    with pd.option_context("display.max_colwidth", None):  # else pandas cuts the reasons
-        by_layer = layers.to_html(index=False, border=0)
     return page(
         f"Attention of {report.model}",
         f"<blockquote>{html.escape(text)}</blockquote>\n{report._repr_html_()}\n"
-        f"<h2>By check and layer: the worst head</h2>\n{by_layer}",
+        f"<h2>By check and layer: the worst head</h2>\n{by_layer_html(report)}",
     )
+
+
+def by_layer_html(report: VerificationReport) -> str:
+    """A report's worst head of each check and layer, as a table of HTML; every text escaped."""
+    layers = pd.DataFrame(_by_layer(report), columns=list(_COLUMNS))
+    with pd.option_context("display.max_colwidth", None):  # else pandas cuts the reasons
+        table: str = layers.to_html(index=False, border=0)
+    return table
 
 
 def page(title: str, body: str) -> str:

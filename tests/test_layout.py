@@ -31,6 +31,8 @@ ORDER = [
     "verification",
     "recompute",
     "looking",
+    "heads",
+    "remarks",
     "tables",
     "walking",
     "printing",
@@ -49,6 +51,11 @@ ORDER = [
     "views.fonts",
     "views.drawing",
     "views.plots",
+    "views.overview",
+    "exits",
+    "targets",
+    "kinds",
+    "options",
     "cli",
 ]
 

@@ -147,6 +147,15 @@ def test_skip_first_renormalises_and_says_so(cap, matrices):
     assert frame.weight_without_first.sum() == pytest.approx(1)
 
 
+def test_skip_first_of_every_word_in_turn(cap):
+    frame = ap.attended(cap, top=2, skip_first=True)
+    count = len(cap.words_of(0).words)
+    assert frame.query_pos.dtype == frame.key_pos.dtype == np.int64
+    wanted = [at for at in range(count) for _ in range(min(2, at))]  # the first has none left
+    assert frame.query_pos.tolist() == wanted
+    assert ap.attended(cap, "The", skip_first=True).empty
+
+
 def test_attended_by_is_a_column_of_what_comes_later(cap, matrices):
     frame = ap.attended_by(cap, "saw", layer=1, head=3, top=99)
     at = at_of(cap, "saw")

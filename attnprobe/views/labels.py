@@ -19,7 +19,12 @@ def labels_of(cap: Capture, by: By, text: int, columns: int) -> list[str]:
     Bidirectional overrides stand as their code points, `<U+202E>`.
     """
     read = cap.words_of(text).labels(by)
-    return [_shortened(_OVERRIDES.sub(_code_point, label), columns) for label in read]
+    return [_shortened(without_overrides(label), columns) for label in read]
+
+
+def without_overrides(text: str) -> str:
+    """Text with its bidirectional overrides as their code points."""
+    return _OVERRIDES.sub(_code_point, text)
 
 
 def columns_of(label: str) -> int:

@@ -18,8 +18,9 @@ from attnprobe.printing import write
 
 _HIGHEST = 900  # pixels of a frame in a notebook; what is higher scrolls
 
-# Whatever the page holds, the browser fetches nothing for it and sends nothing.
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+# Whatever the page holds, the browser fetches nothing for it and sends nothing. Its pictures stand
+# in it.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,9 +111,9 @@ def own_page(
         parts: scripts that stand before it, without their `.js`.
         lang: the language of the page's own words, as HTML names it.
     """
-    own = [_own(f"{one}.js") for one in ("common", *parts, name)]
+    own = [beside(f"{one}.js") for one in ("common", *parts, name)]
     scripts = [f"const DATA = {as_script(data)};", *own]
-    return page(title, _own("common.css") + _own(f"{name}.css"), body, scripts, lang=lang)
+    return page(title, beside("common.css") + beside(f"{name}.css"), body, scripts, lang=lang)
 
 
 def packed(array: np.ndarray) -> dict[str, Any]:
@@ -137,5 +138,6 @@ def as_script(data: Any) -> str:
 
 
 @cache
-def _own(name: str) -> str:
+def beside(name: str) -> str:
+    """A style or script of attnprobe's own, a file beside this module."""
     return (Path(__file__).parent / name).read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import warnings
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from attnprobe.errors import InputError
 from attnprobe.recompute import Attention, Which, chosen
 from attnprobe.records import Capture
 from attnprobe.words import By
+
+_DOTS = 150  # an inch, of a picture in dots
 
 if TYPE_CHECKING:  # matplotlib is slow to import, and only for who draws
     from matplotlib.axes import Axes
@@ -106,6 +109,22 @@ def heatmap_grid(
     sheet, lacking = _sheet(cap, panels, "", by, text, vmax)
     _warn_of(lacking)
     return drawing.draw_grid(panels, sheet, layers, heads)
+
+
+def picture(drawn: Axes | np.ndarray, format: str) -> bytes:
+    """What `heatmap` or `heatmap_grid` drew, as the content of a file; its figure is closed.
+
+    `format` is as matplotlib names it: svg, png, pdf.
+    """
+    from matplotlib import pyplot
+
+    axes: Axes = drawn.flat[0] if isinstance(drawn, np.ndarray) else drawn
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    content = io.BytesIO()
+    figure.savefig(content, format=format, dpi=_DOTS)
+    pyplot.close(figure)
+    return content.getvalue()
 
 
 def _chosen(cap: Capture, layer: Which, head: Which) -> tuple[list[int], list[int]]:

@@ -76,6 +76,21 @@ def grid(weights: Tensor, titles: Sequence[Sequence[str]], colours: Sequence[str
     return _picture(panels, "", columns * width, rows * (height + 24))
 
 
+def lines_of_text(text: str) -> str:
+    """Text as it would stand on a terminal."""
+    lines = text.splitlines()
+    drawn = "".join(
+        f'<text x="8" y="{(at + 1) * _STEP}" xml:space="preserve">{escaped(line)}</text>'
+        for at, line in enumerate(lines)
+    )
+    width = 9 * max(map(len, lines)) + 16
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
+        f'height="{(len(lines) + 1) * _STEP}" font-family="monospace" font-size="13">'
+        f'<rect width="100%" height="100%" fill="white"/>{drawn}</svg>'
+    )
+
+
 def _picture(panels: Sequence[Panel], words: str, width: int, height: int) -> str:
     everything = torch.cat([panel.weights.flatten() for panel in panels])
     least = float(everything.topk(min(LINES, len(everything))).values[-1])
