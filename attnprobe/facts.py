@@ -21,6 +21,7 @@ from attnprobe.terms import Terms
 KNOWN_TYPES = frozenset(
     {
         *("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "phi", "gpt_neox"),
+        *("gemma", "gemma2", "gpt_oss", "opt", "t5"),
         *("bert", "distilbert", "albert", "roberta"),
     }
 )
@@ -35,8 +36,17 @@ UNHELD = ("sinks", "cu_seq_lens_q")
 """Arguments with which a model adds a term that the formula here does not hold."""
 
 
+SCALED_BEFOREHAND = frozenset({"opt"})
+"""Types that multiply the query by 1/√d_k before the kernel, and q·k by nothing."""
+
+UNSCALED = frozenset({"t5"})
+"""Types that leave out 1/√d_k, and are trained so."""
+
+
 def expected_scaling(config: Any, head_size: int, layer: int) -> float:
-    """The factor on q·k: 1/√d_k, unless the config says otherwise."""
+    """The factor on q·k: 1/√d_k, unless the config or its type says otherwise."""
+    if getattr(config, "model_type", None) in SCALED_BEFOREHAND | UNSCALED:
+        return 1.0
     scaling = head_size**-0.5
     if getattr(config, "query_pre_attn_scalar", None) is not None:
         scaling = config.query_pre_attn_scalar**-0.5
