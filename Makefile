@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type wheel-check clean
+.PHONY: demo test lint type notebooks wheel-check clean
 
 demo: $(STAMP)
 	$(BIN)/attnprobe verify
@@ -18,6 +18,10 @@ lint: $(STAMP)
 
 type: $(STAMP)
 	$(BIN)/mypy
+
+# Run every notebook and keep what came out.
+notebooks: $(STAMP)
+	$(BIN)/python scripts/notebooks.py
 
 # The built wheel, alone in a new environment and outside of this folder, does its main job.
 wheel-check: $(STAMP)
