@@ -22,8 +22,8 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
-SECONDS = 120
-"""The longest that one cell may take."""
+SECONDS = 300
+"""The longest that one cell may take, on a machine that is busy with other things too."""
 
 
 def notebooks() -> list[Path]:
