@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from attnprobe.report import VerificationReport
     from attnprobe.tables import styled, table
     from attnprobe.verification import verify
+    from attnprobe.views.attention import attention_view
     from attnprobe.views.bertviz import head_view, model_view, neuron_view
     from attnprobe.views.page import View
     from attnprobe.views.plots import heatmap, heatmap_grid
@@ -34,6 +35,7 @@ __all__ = [
     "Walkthrough",
     "attended",
     "attended_by",
+    "attention_view",
     "capture",
     "head_view",
     "heatmap",
@@ -62,6 +64,7 @@ _HOMES = {
     "looking": ("attended", "attended_by"),
     "tables": ("styled", "table"),
     "verification": ("verify",),
+    "views.attention": ("attention_view",),
     "views.bertviz": ("head_view", "model_view", "neuron_view"),
     "views.page": ("View",),
     "views.plots": ("heatmap", "heatmap_grid"),

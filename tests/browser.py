@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Frame, Page, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
@@ -63,3 +63,36 @@ def opened(browser: Browser, file: Path, *, width: int = 1200, height: int = 900
     tab.page.goto(address)
     yield tab
     context.close()
+
+
+_CONTRASTS = """() => {
+    const parts = colour => (colour.match(/[\\d.]+/g) || []).map(Number);
+    const luminance = colour => {
+        const [r, g, b] = parts(colour).map(one => one / 255)
+            .map(one => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const behind = one => {
+        for (; one; one = one.parentElement) {
+            const colour = getComputedStyle(one).backgroundColor;
+            if (parts(colour)[3] !== 0) return colour;
+        }
+    };
+    const found = [];
+    for (const one of document.querySelectorAll("body *:not(script)")) {
+        const own = [...one.childNodes].some(node => node.nodeType === 3 && node.data.trim());
+        if (!own || !one.getClientRects().length) continue;
+        const [dark, light] = [luminance(getComputedStyle(one).color), luminance(behind(one))]
+            .sort((a, b) => a - b);
+        found.push([`${one.tagName}#${one.id}.${one.className}`, (light + 0.05) / (dark + 0.05)]);
+    }
+    return found;
+}"""
+
+
+def contrasts(page: Page | Frame) -> list[tuple[str, float]]:
+    """Each element that shows text of its own, and the contrast of the text with what is behind it.
+
+    By WCAG 2.2's definition: 1 to 21; 4.5 is what it asks of text. Backgrounds must be opaque.
+    """
+    return [(name, ratio) for name, ratio in page.evaluate(_CONTRASTS)]

@@ -3,9 +3,19 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import transformers
-from browser import chromium
+from browser import Tab, chromium, opened
 from playwright.sync_api import Browser
-from transformers import GPT2Config, GPT2LMHeadModel
+from samples import IDS
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+import attnprobe as ap
 
 transformers.logging.set_verbosity_error()
 
@@ -39,3 +49,58 @@ def browser() -> Iterator[Browser]:
     """One headless Chromium for a module's tests of pages."""
     with chromium() as started:
         yield started
+
+
+@pytest.fixture
+def bidirectional():
+    """A small BERT: 2 layers, 6 heads of 10."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=101,
+        hidden_size=60,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        intermediate_size=70,
+        initializer_range=0.5,
+    )
+    return ap.capture(BertModel(config).eval(), IDS)
+
+
+@pytest.fixture
+def grouped():
+    """A small Mistral: 2 layers, 6 heads of 10 on 3 key heads, a window of 4."""
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=101,
+        hidden_size=60,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=10,
+        intermediate_size=70,
+        sliding_window=4,
+        initializer_range=0.5,
+    )
+    return ap.capture(MistralForCausalLM(config).eval(), IDS)
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Opens pages; in the end no page must have failed, or asked for anything."""
+    tabs = []
+    contexts = []
+
+    def open_(page: ap.View | str) -> Tab:
+        file = tmp_path / f"{len(tabs)}.html"
+        if isinstance(page, str):
+            file.write_text(page, encoding="utf-8")
+        else:
+            page.save(file)
+        contexts.append(opened(browser, file))
+        tabs.append(contexts[-1].__enter__())
+        return tabs[-1]
+
+    yield open_
+    for context in contexts:
+        context.__exit__(None, None, None)
+    assert [tab.errors + tab.requests for tab in tabs] == [[]] * len(tabs)

@@ -41,6 +41,7 @@ ORDER = [
     "views.still",
     "views.selection",
     "views.bertviz",
+    "views.attention",
     "views.drawing",
     "views.plots",
     "cli",

@@ -9,90 +9,19 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from browser import Tab, opened
-from transformers import BertConfig, BertModel, MistralConfig, MistralForCausalLM
+from samples import HOSTILE, IDS
 
 import attnprobe as ap
 from attnprobe.views import libraries
 from attnprobe.views.colours import colours
 from attnprobe.views.labels import columns_of
 
-IDS = [5, 17, 23, 8, 4, 42, 99, 3, 77, 61, 12]
 ROUNDING = 0.5e-4 * (1 + 1e-6)
-
-HOSTILE = [
-    "</script><script>window.ran = 1</script>",
-    "<img src=x onerror=window.ran=1>",
-    "<svg/onload=window.ran=1>",
-    '"onmouseover="window.ran=1',
-    "'-alert(1)-'",
-    "&lt;b&gt;",
-    "${window.ran=1}",
-    "\\u003cb\\",
-    "PYTHON_PARAMS",
-    "a\u2028b",
-    "x\u202egpj.exe",
-    "\uffff",
-]
 
 
 @pytest.fixture
 def cap(gpt2):
     return ap.capture(gpt2(), IDS)
-
-
-@pytest.fixture
-def bidirectional():
-    """A small BERT: 2 layers, 6 heads of 10."""
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=101,
-        hidden_size=60,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        intermediate_size=70,
-        initializer_range=0.5,
-    )
-    return ap.capture(BertModel(config).eval(), IDS)
-
-
-@pytest.fixture
-def grouped():
-    """A small Mistral: 2 layers, 6 heads of 10 on 3 key heads, a window of 4."""
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=101,
-        hidden_size=60,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=10,
-        intermediate_size=70,
-        sliding_window=4,
-        initializer_range=0.5,
-    )
-    return ap.capture(MistralForCausalLM(config).eval(), IDS)
-
-
-@pytest.fixture
-def show(browser, tmp_path):
-    """Opens pages; in the end no page must have failed, or asked for anything."""
-    tabs = []
-    contexts = []
-
-    def open_(page: ap.View | str) -> Tab:
-        file = tmp_path / f"{len(tabs)}.html"
-        if isinstance(page, str):
-            file.write_text(page, encoding="utf-8")
-        else:
-            page.save(file)
-        contexts.append(opened(browser, file))
-        tabs.append(contexts[-1].__enter__())
-        return tabs[-1]
-
-    yield open_
-    for context in contexts:
-        context.__exit__(None, None, None)
-    assert [tab.errors + tab.requests for tab in tabs] == [[]] * len(tabs)
 
 
 def shown_weights(tab: Tab, filter_: str = "0") -> torch.Tensor:

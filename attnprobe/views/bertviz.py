@@ -33,6 +33,8 @@ NEURON_LINES = 120_000
 _DIGITS = 6  # of queries and keys: the page computes scores and weights from them
 
 _COLUMN = 0.6  # how wide a letter is, as a part of its size, at most, with few exceptions
+_INSTEAD = "; or attention_view, which is made for long texts"
+
 _WIDEST = 32  # labels, in columns
 _WIDEST_DETAIL = 18  # in the model view, where a detail of two columns of labels must fit in
 
@@ -64,7 +66,13 @@ def head_view(
         InputError: layer, head or text out of range; more lines than `max_lines`.
     """
     picked = Selection.of(cap, layer, head, by, text, _WIDEST)
-    refuse_size(picked, "head_view", lambda _, heads, n: heads * pairs(n, cap.causal), max_lines)
+    refuse_size(
+        picked,
+        "head_view",
+        lambda _, heads, n: heads * pairs(n, cap.causal),
+        max_lines,
+        instead=_INSTEAD,
+    )
     weights = picked.weights()  # (L, h, N, N)
     label_width = _label_width(picked.labels, size=15, least=110)
     by_head = colours(len(picked.heads))
@@ -122,6 +130,7 @@ def model_view(
         "model_view",
         lambda layers, heads, n: layers * heads * pairs(n, cap.causal),
         max_lines,
+        instead=_INSTEAD,
     )
     weights = picked.weights()  # (L, h, N, N)
     total = cap.call(picked.layers[0]).heads

@@ -6,7 +6,7 @@ import base64
 import html
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -102,7 +102,15 @@ def page(title: str, style: str, body: str, scripts: Iterable[str], *, lang: str
 """
 
 
-def own_page(title: str, name: str, body: str, data: Mapping[str, Any], *, lang: str = "en") -> str:
+def own_page(
+    title: str,
+    name: str,
+    body: str,
+    data: Mapping[str, Any],
+    *,
+    parts: Sequence[str] = (),
+    lang: str = "en",
+) -> str:
     """A page that attnprobe draws itself, with `name`.css and `name`.js beside this module.
 
     Args:
@@ -110,19 +118,24 @@ def own_page(title: str, name: str, body: str, data: Mapping[str, Any], *, lang:
         name: of the style and the script, which follow common.css and common.js.
         body: HTML, the elements that the script draws in.
         data: what the script reads as `DATA`; arrays in it are `packed`.
+        parts: scripts that stand before it, without their `.js`.
         lang: the language of the page's own words, as HTML names it.
     """
-    scripts = (_own("common.js"), f"const DATA = {as_script(data)};", _own(f"{name}.js"))
+    own = [_own(f"{one}.js") for one in ("common", *parts, name)]
+    scripts = [f"const DATA = {as_script(data)};", *own]
     return page(title, _own("common.css") + _own(f"{name}.css"), body, scripts, lang=lang)
 
 
 def packed(array: np.ndarray) -> dict[str, Any]:
     """An array of uint8, uint16 or float32 as common.js's `unpack` reads it: small, and text."""
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    # Weights repeat little, so that counting numbers gains more than looking for what came before.
+    packer = zlib.compressobj(6, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_FILTERED)
+    small = packer.compress(little.tobytes()) + packer.flush()
     return {
         "type": array.dtype.name,
         "shape": list(array.shape),
-        "data": base64.b64encode(zlib.compress(little.tobytes(), 9)).decode(),
+        "data": base64.b64encode(small).decode(),
     }
 
 

@@ -88,36 +88,50 @@ def pairs(count: int, causal: bool) -> int:
 
 
 def refuse_size(
-    picked: Selection, view: str, drawn: Drawn, max_lines: int, *, by_word: bool = True
+    picked: Selection,
+    view: str,
+    drawn: Drawn,
+    most: int,
+    *,
+    what: str = "lines",
+    by_word: bool = True,
+    instead: str = "",
 ) -> None:
     """Refuse what a browser would choke on, and say what it can draw.
 
-    `by_word` says whether the view can show words.
+    Args:
+        picked: what is asked for.
+        view: the name of the view.
+        drawn: how much it would draw.
+        most: as much as it may draw, its `max_…`.
+        what: it draws.
+        by_word: whether the view draws less of words than of tokens.
+        instead: another view, that can draw this.
 
     Raises:
-        InputError: more than `max_lines` lines.
+        InputError: more than `most`.
     """
     layers, heads, count = len(picked.layers), len(picked.heads), len(picked.labels)
     lines = drawn(layers, heads, count)
-    if lines <= max_lines:
+    if lines <= most:
         return
     fits = []
     words = len(picked.cap.words_of(picked.text).words)
     shorter = by_word and picked.by == "token" and words < count
-    if shorter and drawn(layers, heads, words) <= max_lines:
+    if shorter and drawn(layers, heads, words) <= most:
         fits.append(f"by='word' ({_counted(words, 'word')})")
-    if some := _most(lambda some: drawn(some, heads, count) <= max_lines, layers - 1):
+    if some := _most(lambda some: drawn(some, heads, count) <= most, layers - 1):
         fits.append(f"at most {_counted(some, 'layer')}")
-    if some := _most(lambda some: drawn(layers, some, count) <= max_lines, heads - 1):
+    if some := _most(lambda some: drawn(layers, some, count) <= most, heads - 1):
         fits.append(f"at most {_counted(some, 'head')}")
-    if not fits and drawn(1, 1, count) <= max_lines:
+    if not fits and drawn(1, 1, count) <= most:
         fits.append(f"layer={picked.layers[0]}, head={picked.heads[0]}")
-    some = _most(lambda some: drawn(layers, heads, some) <= max_lines, count - 1)
+    some = _most(lambda some: drawn(layers, heads, some) <= most, count - 1)
     fits.append(f"a text of at most {_counted(some, picked.by)}")
     raise InputError(
-        f"{view} would draw {lines:,} lines ({picked.title}), more than max_lines "
-        f"({max_lines:,}): a browser chokes on it. What fits: {'; or '.join(fits)}. "
-        "Or raise max_lines"
+        f"{view} would draw {lines:,} {what} ({picked.title}), more than max_{what} "
+        f"({most:,}): a browser chokes on it. What fits: {'; or '.join(fits)}. "
+        f"Or raise max_{what}{instead}"
     )
 
 

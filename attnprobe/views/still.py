@@ -93,15 +93,15 @@ def _drawn(panel: Panel, least: float) -> str:
     """A panel's lines of weights of at least `least`: a path for each head and opacity."""
     size = panel.weights.shape[-1]
     x, step = panel.x, panel.height / size
-    levels = (panel.weights * _LEVELS).ceil().clamp(max=_LEVELS)  # (h, N, N)
     paths = [
         f'<text x="{x + panel.width / 2:g}" y="{panel.y - 8:g}" text-anchor="middle" '
         f'font-size="11">{_text(panel.title)}</text>'
     ]
     for head, colour in enumerate(panel.colours):
-        kept = panel.weights[head] >= least
+        kept = (panel.weights[head] >= least).nonzero()  # (lines, 2)
+        levels = (panel.weights[head][tuple(kept.T)] * _LEVELS).ceil().clamp(max=_LEVELS)
         for level in range(1, _LEVELS + 1):
-            pairs = ((levels[head] == level) & kept).nonzero().tolist()
+            pairs = kept[levels == level].tolist()
             lines = "".join(
                 f"M{x:g} {panel.y + (query + 0.5) * step:.1f}"
                 f"L{x + panel.width:g} {panel.y + (key + 0.5) * step:.1f}"
