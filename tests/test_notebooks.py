@@ -86,7 +86,7 @@ def test_it_runs_and_shows_what_is_kept(name, ran):
     ("name", "views", "pictures", "tables", "words"),
     [
         ("01-verify-gpt2.ipynb", 0, 0, 2, ["VERIFIED", "MISMATCH"]),
-        ("02-which-words.ipynb", 3, 2, 5, ["p | ark", "park", "on the token before"]),
+        ("02-which-words.ipynb", 4, 2, 5, ["p | ark", "park", "on the token before"]),
         ("03-the-formula-step-by-step.ipynb", 0, 0, 3, ["VERIFIED", "the same but for rounding"]),
         ("04-your-own-model.ipynb", 1, 0, 3, ["VERIFIED", "texts", "off by less than 1e-05"]),
     ],
