@@ -53,24 +53,32 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
             "language_info": {"name": "python"},
         }
     )
+    ids: dict[str, str] = {}
     for number, cell in enumerate(kept.cells, 1):
         cell.id = f"cell-{number:02}"
         cell.metadata = NotebookNode()
         if cell.cell_type == "code":
-            cell.outputs = _tidy_outputs(cell.outputs)
+            cell.outputs = _tidy_outputs(cell.outputs, ids)
     return kept
 
 
-def _tidy_outputs(outputs: list[NotebookNode]) -> list[NotebookNode]:
+def _tidy_outputs(outputs: list[NotebookNode], ids: dict[str, str]) -> list[NotebookNode]:
+    """Outputs as they are kept; `ids` gathers what the tables of the whole notebook are called.
+
+    pandas gives each styled table a random id. They are counted through instead, as the styles of
+    two tables with one id would meet.
+    """
     kept: list[NotebookNode] = []
     for output in outputs:
         data = output.get("data", {})
         if "<iframe" in data.get("text/html", "") and "image/png" in data:
             del data["text/html"]
-        if "text/html" in data:  # pandas gives each styled table a random id
-            ids = dict.fromkeys(re.findall(r"T_[0-9a-f]{5}", data["text/html"]))
-            for number, found in enumerate(ids):
-                data["text/html"] = data["text/html"].replace(found, f"T_{number:05}")
+        if "text/html" in data:
+            data["text/html"] = re.sub(
+                r"\bT_[0-9a-f]{5}",
+                lambda found: ids.setdefault(found[0], f"T_{len(ids):05}"),
+                data["text/html"],
+            )
         if "text/plain" in data:
             data["text/plain"] = re.sub(r" at 0x[0-9a-f]+", "", data["text/plain"])
         if output.get("name") == "stdout" and kept and kept[-1].get("name") == "stdout":

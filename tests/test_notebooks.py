@@ -150,6 +150,7 @@ def test_tidying_keeps_the_still_of_a_view_and_drops_what_differs():
             output(
                 "display_data", {"text/html": "<p id=T_1f2e3_row>", "text/plain": "<A at 0x7f>"}
             ),
+            output("display_data", {"text/html": "<p id=T_00000_a><p id=T_1f2e3_b>"}),
         ],
     )
     tidy = notebooks.tidy(nbformat.v4.new_notebook(cells=[cell], metadata={"signature": "z"}))
@@ -157,6 +158,7 @@ def test_tidying_keeps_the_still_of_a_view_and_drops_what_differs():
         {"text": "one\ntwo\n"},
         {"image/png": "x", "text/plain": "y"},
         {"text/html": "<p id=T_00000_row>", "text/plain": "<A>"},
+        {"text/html": "<p id=T_00001_a><p id=T_00000_b>"},
     ]
     assert (tidy.cells[0].id, tidy.cells[0].metadata) == ("cell-01", {})
     assert cell.outputs[0].text == "50%"  # the one given is as it was
