@@ -132,6 +132,7 @@ def kinds() -> list[Kind]:
             )
         )
     return [
+        Kind("an empty page", lambda text: "<!DOCTYPE html>", lambda n: "true"),
         Kind(
             "BertViz head_view",
             partial(bertviz_page, "head_view"),
@@ -260,7 +261,8 @@ where it takes less than {QUICK:.0f} s.
 {table(tokens, rows, lambda one: f"{one.seconds:.1f}")}
 ## The browser's memory
 
-What its renderer processes hold once the page is drawn.
+What its renderer processes hold once the page is drawn (resident; an empty page is what they take
+for themselves).
 
 {table(tokens, rows, lambda one: read_size(one.memory))}
 ## The machine
