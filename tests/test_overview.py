@@ -170,7 +170,7 @@ def test_hostile_text_shows_as_itself_and_runs_nothing(bundled, show):
     cap = ap.capture(bundled, HOSTILE)
     cap = replace(cap, lm=replace(cap.lm, name="</title><img src=x onerror=window.ran=1>"))
     view = ap.report_view(cap)
-    for page in (view, f"<!DOCTYPE html><body>{view._repr_html_()}"):
+    for page in (view, f"<!DOCTYPE html><meta charset=utf-8><body>{view._repr_html_()}"):
         tab = show(page)
         main = next(one for one in tab.page.frames if one.locator("main").count())
         shown = main.locator("blockquote").text_content()
@@ -273,7 +273,7 @@ def test_one_token_has_a_page(bundled, show):
 
 
 def test_the_picture_for_where_nothing_may_run_is_the_report_in_words(cap, report, show):
-    tab = show(f"<!DOCTYPE html><body>{report._repr_html_()}")
+    tab = show(f"<!DOCTYPE html><meta charset=utf-8><body>{report._repr_html_()}")
     tab.page.evaluate("document.querySelectorAll('style, iframe').forEach(one => one.remove())")
     picture = tab.page.locator("img")
     assert picture.is_visible()
