@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type wheel-check clean
+.PHONY: demo test lint type notebooks bench-views wheel-check clean
 
 demo: $(STAMP)
 	$(BIN)/attnprobe verify
@@ -18,6 +18,14 @@ lint: $(STAMP)
 
 type: $(STAMP)
 	$(BIN)/mypy
+
+# Run every notebook and keep what came out.
+notebooks: $(STAMP)
+	$(BIN)/python scripts/notebooks.py
+
+# How large views are and how long they draw, beside BertViz's: half an hour, and 8 GB of memory.
+bench-views: $(STAMP)
+	nice -n 19 $(BIN)/python scripts/bench_views.py
 
 # The built wheel, alone in a new environment and outside of this folder, does its main job.
 wheel-check: $(STAMP)

@@ -361,7 +361,7 @@ def test_hostile_text_shows_as_itself_and_runs_nothing(gpt2, draw):
     words = replace(cap.words[0], tokens=tuple(HOSTILE[: len(IDS)]))
     cap = replace(cap, words=(words,), lm=replace(cap.lm, name="</title><img src=x>"))
     view = ap.attention_view(cap)
-    for page in (view, f"<!DOCTYPE html><body>{view._repr_html_()}"):
+    for page in (view, f"<!DOCTYPE html><meta charset=utf-8><body>{view._repr_html_()}"):
         frame = draw(page).page.frames[-1]
         for at in range(len(IDS)):
             frame.locator("#words span").nth(at).click()
@@ -375,7 +375,9 @@ def test_hostile_text_shows_as_itself_and_runs_nothing(gpt2, draw):
 
 def test_two_on_one_page_do_not_meet(cap, bidirectional, draw):
     views = [ap.attention_view(cap), ap.attention_view(bidirectional)]
-    tab = draw("<!DOCTYPE html><body>" + "".join(view._repr_html_() for view in views))
+    tab = draw(
+        "<!DOCTYPE html><meta charset=utf-8><body>" + "".join(view._repr_html_() for view in views)
+    )
     frames = tab.page.frames[1:]
     frames[1].locator("#words span").nth(2).click()
     assert [frame.locator("#lists section").count() for frame in frames] == [0, 2]

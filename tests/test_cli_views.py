@@ -198,7 +198,7 @@ def test_what_was_not_checked_leaves_with_2_and_has_a_page(tmp_path: Path) -> No
     assert result.stdout.startswith("NOT CHECKED: output: ")
     page = out.read_text(encoding="utf-8")
     assert '<p class="verdict not_checked">NOT CHECKED: ' in page
-    assert page.count("Left out: layer 0") == 6
+    assert page.count("Left out: layer 0") == 8
 
 
 def test_a_hostile_text_runs_nothing(browser: Browser, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_hostile_text_runs_nothing(browser: Browser, tmp_path: Path) -> None:
     with opened(browser, out) as tab:
         shown = tab.page.locator("blockquote").text_content()
         assert shown == HOSTILE.replace("\u202e", "<U+202E>")
-        assert [frame.evaluate("window.ran") for frame in tab.page.frames] == [None] * 4
+        assert [frame.evaluate("window.ran") for frame in tab.page.frames] == [None] * 6
         assert tab.errors + tab.requests == []
 
 

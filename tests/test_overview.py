@@ -86,6 +86,8 @@ def test_the_page_is_drawn_offline_with_all_its_parts(cap, report, show):
         "Which words each word looks at",
         "Heads worth looking at",
         "Heat maps",
+        "Attention view",
+        "The formula, step by step",
         "Head view",
         "Model view",
         "Neuron view",
@@ -95,7 +97,11 @@ def test_the_page_is_drawn_offline_with_all_its_parts(cap, report, show):
     assert left_out(report) == []
     widths = "all => Promise.all(all.map(one => one.decode().then(() => one.naturalWidth)))"
     assert min(tab.page.locator(".pictures img").evaluate_all(widths)) > 300
-    frames = tab.page.frames[1:]
+    attention, walk, *frames = tab.page.frames[1:]
+    for frame in (attention, walk):
+        frame.wait_for_function("document.documentElement.dataset.ready === 'yes'")
+    assert attention.locator(".head").count() == 6
+    assert walk.locator("#sentence").text_content().split() == TEXT.split()
     assert [frame.locator("svg").count() for frame in frames] == [1, 1, 1]
     frames[0].locator("#left text").nth(3).hover()  # and it is alive
     assert frames[0].locator("line[visibility='visible']").count() == 6 * 4
@@ -103,7 +109,7 @@ def test_the_page_is_drawn_offline_with_all_its_parts(cap, report, show):
 
 def test_the_page_is_small_and_alone(report):
     assert len(report.html) < 3_000_000
-    assert report.html.count("Content-Security-Policy") == 4  # the page, and each frame in it
+    assert report.html.count("Content-Security-Policy") == 6  # the page, and each frame in it
 
 
 def test_words_and_weights_are_the_captures(cap, report, show):
@@ -146,7 +152,9 @@ def test_views_and_maps_are_of_the_first_heads(cap, report, show):
     tab = show(report)
     names = tab.page.locator(".pictures img").evaluate_all("all => all.map(one => one.alt)")
     assert names[0] == "Attention weights by word, layer 0, head 0"
-    head, model, neuron = tab.page.frames[1:]
+    attention, walk, head, model, neuron = tab.page.frames[1:]
+    assert attention.evaluate("DATA.layer_numbers") == [0]
+    assert "Layer 0, head 0" in walk.locator("main").text_content()
     for frame in (head, model):
         drawn = frame.evaluate("bertviz_params.attention[0].attn")
         wanted = torch.stack([ap.weights(cap, layer, by="word") for layer in range(4)])
@@ -162,7 +170,7 @@ def test_hostile_text_shows_as_itself_and_runs_nothing(bundled, show):
     cap = ap.capture(bundled, HOSTILE)
     cap = replace(cap, lm=replace(cap.lm, name="</title><img src=x onerror=window.ran=1>"))
     view = ap.report_view(cap)
-    for page in (view, f"<!DOCTYPE html><body>{view._repr_html_()}"):
+    for page in (view, f"<!DOCTYPE html><meta charset=utf-8><body>{view._repr_html_()}"):
         tab = show(page)
         main = next(one for one in tab.page.frames if one.locator("main").count())
         shown = main.locator("blockquote").text_content()
@@ -207,28 +215,33 @@ def test_it_can_be_read_in_the_dark(report, show):
     assert contrast(".words td[style]") > 4.5  # the first one is as dark as it gets: weight 1
     filters = [
         one.evaluate("getComputedStyle(document.documentElement).filter")
-        for one in tab.page.frames[1:]
+        for one in tab.page.frames[3:]
     ]
     assert all("invert" in one for one in filters)
+    grounds = [
+        one.evaluate("getComputedStyle(document.body).backgroundColor")
+        for one in tab.page.frames[1:3]
+    ]
+    assert grounds == ["rgb(21, 24, 29)"] * 2
 
 
 def test_what_is_too_long_to_draw_is_left_out_with_a_sentence(bundled, show):
     cap = ap.capture(bundled, " ".join(TEXT.split() * 12))
     view = ap.report_view(cap)
     sentences = left_out(view)
-    assert len(sentences) == 4
+    assert len(sentences) == 4  # the attention view and the walkthrough are made for long texts
     assert "a heat map of 192 words, more than 50" in sentences[0]
     assert all("lines (bundled" in one and "What fits: " in one for one in sentences[1:])
     tab = show(view)
     assert len(rows(section(tab, "Which words").locator("table"))) == 192
-    assert tab.page.locator("iframe").count() == 0
+    assert tab.page.locator("iframe").count() == 2
 
 
 def test_weights_that_are_not_the_models_are_not_shown(cap):
     calls = [replace(call, scaling=2 * call.scaling) for call in cap.calls]
     view = ap.report_view(replace(cap, calls=tuple(calls)), ap.verify(cap))
     sentences = left_out(view)
-    assert len(sentences) == 6
+    assert len(sentences) == 8
     assert all("weights would not be the model&#x27;s own" in one for one in sentences)
 
 
@@ -256,11 +269,11 @@ def test_other_models_have_a_page_too(make, reason, show):
 def test_one_token_has_a_page(bundled, show):
     view = ap.report_view(ap.capture(bundled, "a"))
     assert left_out(view) == []
-    assert len(show(view).page.frames) == 4
+    assert len(show(view).page.frames) == 6
 
 
 def test_the_picture_for_where_nothing_may_run_is_the_report_in_words(cap, report, show):
-    tab = show(f"<!DOCTYPE html><body>{report._repr_html_()}")
+    tab = show(f"<!DOCTYPE html><meta charset=utf-8><body>{report._repr_html_()}")
     tab.page.evaluate("document.querySelectorAll('style, iframe').forEach(one => one.remove())")
     picture = tab.page.locator("img")
     assert picture.is_visible()

@@ -15,7 +15,8 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_python_runs_from_top_to_bottom(capsys):
+def test_the_python_runs_from_top_to_bottom(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it writes a page
     code = blocks("python")
     assert len(code) >= 2
     names = {}
@@ -23,6 +24,7 @@ def test_the_python_runs_from_top_to_bottom(capsys):
         exec(block, names)
     assert "VERIFIED" in capsys.readouterr().out
     assert {call.kernel for call in names["calls"]} == {"sdpa"}
+    assert (tmp_path / "report.html").stat().st_size > 100_000
 
 
 COMMANDS = [
@@ -31,20 +33,28 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_commands_run(command):
+def test_the_commands_run(command, tmp_path):
     words = shlex.split(command, comments=True)[1:]
     done = subprocess.run(
-        [sys.executable, "-m", "attnprobe", *words], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "attnprobe", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert len(done.stdout.splitlines()) > 4
+    if "--out" in words:
+        page = (tmp_path / words[words.index("--out") + 1]).read_text(encoding="utf-8")
+        assert page.startswith("<!DOCTYPE html>")
+    else:
+        assert len(done.stdout.splitlines()) > 4
 
 
 def test_the_make_targets_are_there():
     makefile = (Path(__file__).parents[1] / "Makefile").read_text(encoding="utf-8")
-    named = {word for block in blocks("sh") for word in re.findall(r"^make ([\w ]+)", block, re.M)}
+    named = {word for block in blocks("sh") for word in re.findall(r"^make ([\w -]+)", block, re.M)}
     targets = {word for words in named for word in words.split()}
-    assert {"demo", "test", "lint", "type"} == targets
+    assert {"demo", "test", "lint", "type", "notebooks", "bench-views"} == targets
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.M)

@@ -209,7 +209,9 @@ def every_view(cap: ap.Capture) -> list[ap.View]:
 
 def test_views_on_one_page_do_not_meet(cap, bidirectional, show):
     views = [ap.head_view(cap), ap.head_view(bidirectional, head=0), *every_view(cap)[1:]]
-    tab = show("<!DOCTYPE html><body>" + "".join(view._repr_html_() for view in views))
+    tab = show(
+        "<!DOCTYPE html><meta charset=utf-8><body>" + "".join(view._repr_html_() for view in views)
+    )
     frames = tab.page.frames[1:]
     assert [frame.locator("svg").count() for frame in frames] == [1] * 4
     seen = [frame.locator("line[visibility='visible']") for frame in frames[:2]]
@@ -221,7 +223,7 @@ def test_views_on_one_page_do_not_meet(cap, bidirectional, show):
 
 def test_a_still_picture_is_left_where_nothing_may_run(cap, show):
     for view in every_view(cap):
-        tab = show(f"<!DOCTYPE html><body>{view._repr_html_()}")
+        tab = show(f"<!DOCTYPE html><meta charset=utf-8><body>{view._repr_html_()}")
         picture = tab.page.locator("img")
         assert not picture.is_visible()
         # What JupyterLab and others take out of a notebook that is not trusted.
@@ -243,7 +245,7 @@ def test_hostile_text_shows_as_itself_and_runs_nothing(gpt2, show):
     cap = replace(cap, words=(words,), lm=replace(cap.lm, name="</title><img src=x>"))
     expected = [one.replace("\u202e", "<U+202E>") for one in HOSTILE]
     for view in every_view(cap):
-        for page in (view, f"<!DOCTYPE html><body>{view._repr_html_()}"):
+        for page in (view, f"<!DOCTYPE html><meta charset=utf-8><body>{view._repr_html_()}"):
             tab = show(page)
             frame = tab.page.frames[-1]
             if "Model" in view.title:

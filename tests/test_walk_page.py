@@ -498,7 +498,7 @@ def test_hostile_text_shows_as_itself_and_runs_nothing(gpt2, show):
     view = ap.walkthrough_view(cap, 9)
     expected = [one.replace("\u202e", "<U+202E>") for one in HOSTILE]
     expected = [one if len(one) <= 24 else f"{one[:23]}…" for one in expected]
-    for page in (view, f"<!DOCTYPE html><body>{view._repr_html_()}"):
+    for page in (view, f"<!DOCTYPE html><meta charset=utf-8><body>{view._repr_html_()}"):
         frame = show(page).page.frames[-1]
         frame.wait_for_selector("td")
         for selector in ("#sentence button", "th.word", "th.token span"):
@@ -515,7 +515,9 @@ def test_hostile_text_shows_as_itself_and_runs_nothing(gpt2, show):
 
 def test_two_on_one_page_do_not_meet(cap, grouped, show):
     views = [ap.walkthrough_view(cap, 3), ap.walkthrough_view(grouped, 6, 1, 2)]
-    tab = show("<!DOCTYPE html><body>" + "".join(view._repr_html_() for view in views))
+    tab = show(
+        "<!DOCTYPE html><meta charset=utf-8><body>" + "".join(view._repr_html_() for view in views)
+    )
     one, other = tab.page.frames[1:]
     for frame in (one, other):
         frame.wait_for_selector("td")
@@ -543,7 +545,7 @@ def test_the_still_picture_shows_the_same_strips(grouped, show):
     assert drawn.count("−∞") == 7
     assert view.still.count('fill="url(#masked)"') == 4 * 7
     assert len(view.still) < 40_000
-    tab = show(f"<!DOCTYPE html><body>{view._repr_html_()}")
+    tab = show(f"<!DOCTYPE html><meta charset=utf-8><body>{view._repr_html_()}")
     tab.page.evaluate("document.querySelectorAll('style, iframe').forEach(one => one.remove())")
     assert (
         tab.page.locator("img").evaluate("one => one.decode().then(() => one.naturalWidth)") > 300

@@ -230,7 +230,7 @@ function writeControls() {
     make("label", {}, "Search", make("input", {id: "search", type: "search", size: 12,
       oninput: search, onkeydown: event => { if (event.key === "Enter") nextHit(); }})),
     make("span", {id: "hits"}),
-    themeButton("Light / dark", () => { drawHeads(); showHead(); }),
+    themeButton("Light / dark", () => { if (matrices.length) { drawHeads(); showHead(); } }),
     make("span", {id: "scale"}, "0", make("canvas", {id: "shades"}), "1, shade by √weight",
       make("span", {className: "masked"}), "masked"));
   at("heads").append(...DATA.heads.map((number, head) => make("div", {className: "head"},
@@ -299,5 +299,4 @@ function listen() {
 }
 
 writeControls();
-listen();
-refresh().then(() => { document.documentElement.dataset.ready = "yes"; });
+refresh().then(listen).then(sayReady);  // not before there is something to show

@@ -30,6 +30,9 @@ function inkOn(colour) {
   return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#000" : "#fff";
 }
 
+// Says, to whoever waits for it, that the page is drawn.
+const sayReady = () => { document.documentElement.dataset.ready = "yes"; };
+
 const isDark = () => {
   const chosen = document.documentElement.dataset.theme;
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;

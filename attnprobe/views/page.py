@@ -8,7 +8,7 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,18 +51,29 @@ class View:
         """The page inside a frame: apart from the notebook, and from other views in it.
 
         Where a notebook is not trusted, what may run is taken out of it: the style and the frame,
-        and what the style hid, the still picture, is left.
+        and what the style hid, the still picture, is left. It is a PNG, as SVG may hold scripts and
+        is taken out by some too.
         """
         title = html.escape(self.title)
         inside = self.html.replace("&", "&amp;").replace('"', "&quot;")
-        picture = base64.b64encode(self.still.encode()).decode()
+        picture = base64.b64encode(self._picture).decode()
         return (
             "<style>.attnprobe-still { display: none !important }</style>"  # Jupyter styles img
             f'<iframe title="{title}" sandbox="allow-scripts" srcdoc="{inside}" '
             f'style="width: 100%; height: {min(self.height, _HIGHEST)}px; border: 0"></iframe>'
             f'<img class="attnprobe-still" alt="{title}" '
-            f'src="data:image/svg+xml;base64,{picture}">'
+            f'src="data:image/png;base64,{picture}">'
         )
+
+    def _repr_png_(self) -> bytes:
+        """The still picture, for what shows a notebook without HTML: paper, some code hosts."""
+        return self._picture
+
+    @cached_property
+    def _picture(self) -> bytes:
+        from attnprobe.views.raster import as_png  # not for who only saves: matplotlib is slow
+
+        return as_png(self.still)
 
 
 def page(title: str, style: str, body: str, scripts: Iterable[str], *, lang: str = "en") -> str:

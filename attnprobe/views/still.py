@@ -1,4 +1,7 @@
-"""A still picture of attention, for where scripts do not run: SVG, the strongest weights only."""
+"""A still picture of attention, for where scripts do not run: SVG, the strongest weights only.
+
+It holds no other elements than `attnprobe.views.raster` knows.
+"""
 
 from __future__ import annotations
 

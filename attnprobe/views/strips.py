@@ -15,13 +15,10 @@ from attnprobe.walking import Walkthrough
 CELLS = 24
 """The most tokens that a picture shows: those that end with the query."""
 
-_LABEL, _ROW, _CELL = 230, 40, 50  # pixels: the term beside a strip, a strip, the narrowest column
+_LABEL, _ROW, _CELL = 255, 40, 50  # pixels: the term beside a strip, a strip, the narrowest column
 _COLUMN = 7.5  # pixels of a letter of a label, at most, with few exceptions
 _INK, _FAINT, _MARKED = "#1b1f24", "#5b6470", "#dcebfd"  # as common.css has them
-_MASK = (
-    '<pattern id="masked" width="6" height="6" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><rect width="2" height="6" fill="#d5dae1"/></pattern>'
-)
+_MASKED, _HATCH = "#f3f5f8", "#c3cad3"
 
 # The strips: message, column of the walkthrough's steps, the column whose largest number ends the
 # colours, term, colours, whether masked cells are hatched, and where the colours end at least.
@@ -94,7 +91,7 @@ def steps_picture(
     parts.append(_words(6, y + 14, ending, 12))
     widest = max(columns_of(line) for line in (*heading, ending))
     width = max(_LABEL + max(sum(widths), sum(narrow)), round(8.5 * widest)) + 6
-    return svg(f"<defs>{_MASK}</defs>{''.join(parts)}", width, y + 24)
+    return svg("".join(parts), width, y + 24)
 
 
 def _steps(
@@ -161,8 +158,10 @@ def _drawn(strip: _Strip, y: int, widths: Sequence[int], *, numbers: bool) -> li
     for value, masked, width in zip(strip.values, strip.masked, widths, strict=True):
         place = (value - strip.low) / ((strip.high - strip.low) or 1.0)
         colour = blended(strip.stops, place if math.isfinite(place) else 0.5)
-        fill, ink = ("url(#masked)", _INK) if masked else (colour, ink_on(colour))
+        fill, ink = (_MASKED, _INK) if masked else (colour, ink_on(colour))
         parts.append(_rect(x, y, width - 2, _ROW - 10, fill))
+        if masked:
+            parts.append(_hatched(x, y, width - 2, _ROW - 10))
         if numbers:
             parts.append(_words(x + width / 2 - 1, y + 19, _number(value), 11, "middle", ink))
         x += width
@@ -183,6 +182,16 @@ def _number(value: float) -> str:
 
 def _rect(x: int, y: int, width: int, height: int, fill: str) -> str:
     return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}"/>'
+
+
+def _hatched(x: int, y: int, width: int, height: int) -> str:
+    """Lines from the lower left to the upper right of a rectangle."""
+    lines = "".join(
+        f"M{x + max(0, at - height)} {y + min(at, height)}L{x + min(at, width)} "
+        f"{y + max(0, at - width)}"
+        for at in range(4, width + height, 8)
+    )
+    return f'<path stroke="{_HATCH}" d="{lines}"/>'
 
 
 def _words(

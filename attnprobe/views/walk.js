@@ -462,4 +462,4 @@ async function start() {
   listen(main);
 }
 
-start();
+start().then(sayReady);
