@@ -1,0 +1,188 @@
+"""A small random model of any model type of transformers, by the meaning of its config's fields.
+
+A config's defaults are those of some released model. Here each size among them is made small by
+what its field's name means, whatever the model. Sub-configs, of the text model inside a
+vision-language one for instance, are made small in the same way, and of the layers each kind that
+the defaults hold is kept once. Only where meaning cannot serve does a type have an entry of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+FIRST_WORD, LAST_WORD, VOCABULARY = 10, 79, 99
+"""Words stand between the special tokens: those that are below 10 by default stay there, the
+others come after 79."""
+
+MEANINGS = [
+    # Rows of 72, 88 and 40 floats are whole multiples of 16 bytes, which grouped products want.
+    (
+        72,
+        "hidden_size d_model n_embd dim emb_dim embedding_size embedding_dim word_embed_proj_dim "
+        "d_latents hidden_size_global backbone_hidden_size cross_attention_hidden_size "
+        "out_hidden_size output_dim encoder_hidden_size entity_emb_size true_hidden_size lru_width "
+        "prediction_head_size pooler_hidden_size ple_embed_dim attention_hidden_size",
+    ),
+    (
+        88,
+        "intermediate_size n_inner ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff d_inner dff dim_ff "
+        "hidden_dim ffn_hidden_size intermediate_size_mlp mlp_dim dense_intermediate_size "
+        "prefix_dense_intermediate_size t2u_encoder_ffn_dim t2u_decoder_ffn_dim "
+        "speech_encoder_intermediate_size",
+    ),
+    (
+        40,
+        "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size "
+        "shared_intermediate_size shared_experts_intermediate_size "
+        "moe_shared_expert_intermediate_size",
+    ),
+    (
+        6,
+        "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
+        "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads "
+        "swa_num_attention_heads num_self_attention_heads num_cross_attention_heads "
+        "t2u_encoder_attention_heads t2u_decoder_attention_heads speech_encoder_attention_heads",
+    ),
+    (3, "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads"),
+    # May be halved thrice, for partial rotary embeddings; and 6 times 16 is not 72.
+    (16, "head_dim d_kv kv_channels d_head dim_head swa_head_dim attention_head_dim rotary_dim"),
+    # Latent attention: a value is as long as neither part of a key, nor as both.
+    (8, "qk_rope_head_dim"),
+    (12, "qk_nope_head_dim"),
+    (10, "v_head_dim"),
+    (24, "q_lora_rank o_lora_rank"),
+    (28, "kv_lora_rank"),
+    (
+        2,
+        "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers depth "
+        "num_encoder_layers num_decoder_layers num_blocks num_layers_per_stack "
+        "num_self_attends_per_block t2u_encoder_layers t2u_decoder_layers speech_encoder_layers",
+    ),
+    (
+        64,
+        "max_position_embeddings n_positions max_seq_len n_ctx context_length model_max_length "
+        "max_encoder_position_embeddings max_decoder_position_embeddings max_source_positions "
+        "max_target_positions t2u_max_position_embeddings",
+    ),
+    (
+        VOCABULARY,
+        "vocab_size src_vocab_size tgt_vocab_size decoder_vocab_size vocab_size_per_layer_input "
+        "entity_vocab_size t2u_vocab_size ngram_vocab_size_base encoder_hash_byte_group_vocab "
+        "unpadded_vocab_size",
+    ),
+    # Narrower than the texts, so that it is met; even, where it reaches to both sides.
+    (5, "sliding_window sliding_window_size attention_window_size attention_chunk_size"),
+    (6, "local_attention attention_window window_size"),
+    # An indexer that keeps fewer keys than there are.
+    (4, "index_topk index_n_heads index_block_size keep_window_size"),
+    (2, "index_topk_blocks"),
+    (16, "index_head_dim"),
+    (7, "rel_extent"),
+    (4, "num_experts n_routed_experts num_local_experts moe_num_experts zero_expert_num"),
+    (
+        2,
+        "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k_experts n_group "
+        "num_expert_group o_groups",
+    ),
+    (1, "topk_group first_k_dense_replace num_dense_layers"),
+    # State-space and linear attention layers: 2 times 72, in 12 heads of 12.
+    (8, "mamba_d_state state_size ssm_state_size chunk_size mamba_chunk_size"),
+    (12, "mamba_n_heads mamba_d_head mamba_num_heads mamba_head_dim n_mamba_heads"),
+    (144, "mamba_d_ssm"),
+    (5, "time_step_rank"),
+    (2, "n_groups mamba_n_groups split_ngram_parts"),
+    (3, "linear_num_key_heads"),
+    (6, "linear_num_value_heads"),
+    (8, "linear_key_head_dim laurel_rank gated_norm_rank hc_lowrank"),
+    (12, "linear_value_head_dim hidden_size_per_layer_input"),
+    (32, "image_size"),
+    (8, "patch_size"),
+]
+"""A size, and the names of the fields that mean it."""
+
+SIZES = {name: size for size, names in MEANINGS for name in names.split()}
+
+SPREADS = ("initializer_range", "init_std", "initializer_std", "embed_init_std")
+"""Names of the standard deviation of random weights: large, so that attention is sharp."""
+
+EXCEPTIONS: dict[str, dict[str, Any]] = {}
+"""What a type needs that the names of its fields do not tell, and why."""
+
+
+def small_config(kind: str) -> PreTrainedConfig:
+    """The config of a small model of a type."""
+    return AutoConfig.for_model(kind, **_small(CONFIG_MAPPING[kind], kind))
+
+
+def small_model(
+    kind: str, auto: Any, kernel: str, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """A small random model of a type, in eval mode.
+
+    Args:
+        kind: the model type.
+        auto: the auto class to make it with.
+        kernel: transformers' name of the attention kernel.
+        dtype: of the weights.
+
+    Raises:
+        ValueError: from transformers, if the model has no such kernel.
+    """
+    torch.manual_seed(0)
+    model = auto.from_config(small_config(kind), attn_implementation=kernel).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                if weight.dim() >= 2 and name != "A_log":  # of a state space: its decay
+                    weight.normal_(std=_spread(module, weight))
+    return model.to(dtype)
+
+
+def _spread(module: nn.Module, weight: nn.Parameter) -> float:
+    """A standard deviation that makes what goes in with 1 come out with 2: scores of about 4."""
+    return 1.0 if isinstance(module, nn.Embedding) else 2 * weight[0].numel() ** -0.5
+
+
+def _small(cls: type[PreTrainedConfig], kind: str) -> dict[str, Any]:
+    """The arguments that make a config class's config small."""
+    default = cls(**EXCEPTIONS.get(f"{kind}, first", {}))
+    fields = {field.name: getattr(default, field.name, None) for field in dataclasses.fields(cls)}
+    arguments: dict[str, Any] = {}
+    special = VOCABULARY - 19
+    for name, value in fields.items():
+        if isinstance(value, PreTrainedConfig):
+            own = _small(type(value), value.model_type)
+            arguments[name] = {"model_type": value.model_type} | own
+        elif name in SPREADS:
+            arguments[name] = 0.5
+        elif re.search("_token_(id|index)$", name) and isinstance(value, int) and value >= 10:
+            arguments[name] = special
+            special += 1
+        elif name in SIZES and isinstance(value, int | list) and not isinstance(value, bool):
+            arguments[name] = SIZES[name]
+    return arguments | _layers(default, fields) | EXCEPTIONS.get(kind, {})
+
+
+def _layers(default: PreTrainedConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """One layer of each kind that the defaults hold, where lists say what each layer is."""
+    count = getattr(default, "num_hidden_layers", None)
+    lists = {
+        name: value
+        for name, value in fields.items()
+        if isinstance(value, list | tuple) and len(value) == count and count > 3
+    }
+    if not lists:
+        return {}
+    kinds = list(zip(*lists.values(), strict=True))
+    first = sorted(kinds.index(one) for one in dict.fromkeys(map(tuple, kinds)))
+    if len(first) == 1:
+        first = [0, 1]
+    found = {name: [value[at] for at in first] for name, value in lists.items()}
+    return found | {"num_hidden_layers": len(first)}
