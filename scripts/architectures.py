@@ -26,16 +26,15 @@ import torch
 import transformers
 from small_configs import FIRST_WORD, LAST_WORD, small_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 from transformers.models.auto import modeling_auto
 
 import attnprobe as ap
 from attnprobe.checks import BY_CALL
 
 TASKS = {
-    "causal": (AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-    "masked": (AutoModelForMaskedLM, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
-    "seq2seq": (AutoModelForSeq2SeqLM, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
 KERNELS = ("sdpa", "eager")
 SECONDS, BYTES = 60, 8 << 30
@@ -55,7 +54,7 @@ def run(task: str, kind: str) -> dict[str, Any]:
 def attempt(task: str, kind: str, kernel: str) -> dict[str, Any]:
     """What came of one model under one kernel."""
     try:
-        model = small_model(kind, TASKS[task][0], kernel)
+        model = small_model(kind, getattr(transformers, TASKS[task][kind]), kernel)
     except Exception as error:  # noqa: BLE001
         return {"state": "crash", "stage": "build", "reason": told(error)}
     found: dict[str, Any] = {"class": type(model).__name__}
@@ -253,7 +252,7 @@ def main() -> int:
     results: dict[str, Any] = {}
     wanted = options.types.split(",") if options.types else None
     for task in options.tasks.split(","):
-        for kind in sorted(TASKS[task][1]):
+        for kind in sorted(TASKS[task]):
             if wanted and kind not in wanted:
                 continue
             t = time.time()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 FIRST_WORD, LAST_WORD, VOCABULARY = 10, 79, 99
@@ -22,9 +22,9 @@ FIRST_WORD, LAST_WORD, VOCABULARY = 10, 79, 99
 others come after 79."""
 
 MEANINGS = [
-    # Rows of 72, 88 and 40 floats are whole multiples of 16 bytes, which grouped products want.
+    # Rows of 96, 88 and 40 floats are whole multiples of 16 bytes, which grouped products want.
     (
-        72,
+        96,
         "hidden_size d_model n_embd dim emb_dim embedding_size embedding_dim word_embed_proj_dim "
         "d_latents hidden_size_global backbone_hidden_size cross_attention_hidden_size "
         "out_hidden_size output_dim encoder_hidden_size entity_emb_size true_hidden_size lru_width "
@@ -51,8 +51,11 @@ MEANINGS = [
         "t2u_encoder_attention_heads t2u_decoder_attention_heads speech_encoder_attention_heads",
     ),
     (3, "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads"),
-    # May be halved thrice, for partial rotary embeddings; and 6 times 16 is not 72.
-    (16, "head_dim d_kv kv_channels d_head dim_head swa_head_dim attention_head_dim rotary_dim"),
+    # A 16th of it may still be rotated; and 6 times 32 is not 96, so that a model whose heads may
+    # have any size is not mistaken for one whose heads share the hidden size out: 16 each.
+    (32, "head_dim d_kv kv_channels d_head dim_head"),
+    (16, "swa_head_dim attention_head_dim"),
+    (8, "rotary_dim"),
     # Latent attention: a value is as long as neither part of a key, nor as both.
     (8, "qk_rope_head_dim"),
     (12, "qk_nope_head_dim"),
@@ -62,7 +65,7 @@ MEANINGS = [
     (
         2,
         "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers depth "
-        "num_encoder_layers num_decoder_layers num_blocks num_layers_per_stack "
+        "num_encoder_layers num_decoder_layers num_blocks "
         "num_self_attends_per_block t2u_encoder_layers t2u_decoder_layers speech_encoder_layers",
     ),
     (
@@ -92,16 +95,21 @@ MEANINGS = [
         "num_expert_group o_groups",
     ),
     (1, "topk_group first_k_dense_replace num_dense_layers"),
-    # State-space and linear attention layers: 2 times 72, in 12 heads of 12.
+    # State-space and linear attention layers: 2 times 96, in 12 heads of 16.
     (8, "mamba_d_state state_size ssm_state_size chunk_size mamba_chunk_size"),
-    (12, "mamba_n_heads mamba_d_head mamba_num_heads mamba_head_dim n_mamba_heads"),
-    (144, "mamba_d_ssm"),
+    (12, "mamba_n_heads mamba_num_heads n_mamba_heads"),
+    (16, "mamba_d_head mamba_head_dim"),
+    (192, "mamba_d_ssm"),
     (5, "time_step_rank"),
     (2, "n_groups mamba_n_groups split_ngram_parts"),
     (3, "linear_num_key_heads"),
     (6, "linear_num_value_heads"),
     (8, "linear_key_head_dim laurel_rank gated_norm_rank hc_lowrank"),
     (12, "linear_value_head_dim hidden_size_per_layer_input"),
+    # A layer of attention after one of another kind; none that borrows another's keys.
+    (2, "attn_layer_period"),
+    (1, "attn_layer_offset"),
+    (0, "num_kv_shared_layers"),
     (32, "image_size"),
     (8, "patch_size"),
 ]
@@ -112,37 +120,66 @@ SIZES = {name: size for size, names in MEANINGS for name in names.split()}
 SPREADS = ("initializer_range", "init_std", "initializer_std", "embed_init_std")
 """Names of the standard deviation of random weights: large, so that attention is sharp."""
 
-EXCEPTIONS: dict[str, dict[str, Any]] = {}
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    # The list that says which layers attend is empty, or absent, by default.
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "zamba": {"num_hidden_layers": 4},  # two layers that share their weights
+    # Parts of layers, which must add up.
+    "dory": {
+        "num_hidden_layers": 4,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    # Numbers that the model wants to be even, or one, or the hidden size's share.
+    "diffllama": {"num_key_value_heads": 2},
+    "zaya": {"num_experts_per_tok": 1},
+    "helium": {"head_dim": 16},
+    "xlnet": {"d_head": 16},
+    "mamba2": {"num_heads": 12, "head_dim": 16},
+    # What released configs say, but the defaults do not.
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "dbrx": {"attn_config": {"kv_n_heads": 3, "rope_theta": 10_000.0}},
+    "xmod": {"default_language": "en_XX"},
+}
 """What a type needs that the names of its fields do not tell, and why."""
 
 
-def small_config(kind: str) -> PreTrainedConfig:
-    """The config of a small model of a type."""
-    return AutoConfig.for_model(kind, **_small(CONFIG_MAPPING[kind], kind))
+def small_config(kind: str, cls: type[PreTrainedConfig] | None = None) -> PreTrainedConfig:
+    """The config of a small model of a type; of another class than the type's own if asked for."""
+    cls = cls or CONFIG_MAPPING[kind]
+    return cls(**_small(cls, kind))
 
 
-def small_model(
-    kind: str, auto: Any, kernel: str, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
+def small_model(kind: str, model_class: type[PreTrainedModel], kernel: str) -> PreTrainedModel:
     """A small random model of a type, in eval mode.
 
     Args:
         kind: the model type.
-        auto: the auto class to make it with.
+        model_class: the class to make it of.
         kernel: transformers' name of the attention kernel.
-        dtype: of the weights.
 
     Raises:
         ValueError: from transformers, if the model has no such kernel.
     """
     torch.manual_seed(0)
-    model = auto.from_config(small_config(kind), attn_implementation=kernel).eval()
+    config = small_config(kind, model_class.config_class)
+    if "CausalLM" in model_class.__name__ and hasattr(config, "is_decoder"):
+        config.is_decoder = True  # else BERT and its like see the future, whatever their class
+    model = model_class._from_config(config, attn_implementation=kernel).eval()
     with torch.no_grad():
         for module in model.modules():
             for name, weight in module.named_parameters(recurse=False):
                 if weight.dim() >= 2 and name != "A_log":  # of a state space: its decay
                     weight.normal_(std=_spread(module, weight))
-    return model.to(dtype)
+    return model
 
 
 def _spread(module: nn.Module, weight: nn.Parameter) -> float:
@@ -152,22 +189,27 @@ def _spread(module: nn.Module, weight: nn.Parameter) -> float:
 
 def _small(cls: type[PreTrainedConfig], kind: str) -> dict[str, Any]:
     """The arguments that make a config class's config small."""
-    default = cls(**EXCEPTIONS.get(f"{kind}, first", {}))
-    fields = {field.name: getattr(default, field.name, None) for field in dataclasses.fields(cls)}
+    own = EXCEPTIONS.get(kind, {})
+    default = cls(**{name: value for name, value in own.items() if name.endswith("_config")})
+    fields = {field.name: vars(default).get(field.name) for field in dataclasses.fields(cls)}
     arguments: dict[str, Any] = {}
-    special = VOCABULARY - 19
+    special = LAST_WORD + 1
     for name, value in fields.items():
         if isinstance(value, PreTrainedConfig):
-            own = _small(type(value), value.model_type)
-            arguments[name] = {"model_type": value.model_type} | own
+            named = {"model_type": value.model_type} if value.model_type else {}
+            arguments[name] = named | _small(type(value), value.model_type)
         elif name in SPREADS:
             arguments[name] = 0.5
         elif re.search("_token_(id|index)$", name) and isinstance(value, int) and value >= 10:
             arguments[name] = special
             special += 1
-        elif name in SIZES and isinstance(value, int | list) and not isinstance(value, bool):
+        elif name in SIZES and not isinstance(value, bool):
             arguments[name] = SIZES[name]
-    return arguments | _layers(default, fields) | EXCEPTIONS.get(kind, {})
+    if "kv_lora_rank" in fields:  # latent attention has a key and a value of each head's own
+        arguments["num_key_value_heads"] = arguments["num_attention_heads"]
+    if "qk_rope_head_dim" in fields and fields.get("head_dim") == fields["qk_rope_head_dim"]:
+        arguments["head_dim"] = arguments["qk_rope_head_dim"]
+    return arguments | _layers(default, fields) | own
 
 
 def _layers(default: PreTrainedConfig, fields: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +223,7 @@ def _layers(default: PreTrainedConfig, fields: dict[str, Any]) -> dict[str, Any]
     if not lists:
         return {}
     kinds = list(zip(*lists.values(), strict=True))
-    first = sorted(kinds.index(one) for one in dict.fromkeys(map(tuple, kinds)))
+    first = [kinds.index(one) for one in dict.fromkeys(kinds)]
     if len(first) == 1:
         first = [0, 1]
     found = {name: [value[at] for at in first] for name, value in lists.items()}
