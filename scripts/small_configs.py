@@ -3,7 +3,7 @@
 A config's defaults are those of some released model. Here each size among them is made small by
 what its field's name means, whatever the model. Sub-configs, of the text model inside a
 vision-language one for instance, are made small in the same way, and of the layers each kind that
-the defaults hold is kept once. Only where meaning cannot serve does a type have an entry of its own.
+the defaults hold is kept once. Only where meaning cannot serve does a type have its own entry.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ MEANINGS = [
         96,
         "hidden_size d_model n_embd dim emb_dim embedding_size embedding_dim word_embed_proj_dim "
         "d_latents hidden_size_global backbone_hidden_size cross_attention_hidden_size "
-        "out_hidden_size output_dim encoder_hidden_size entity_emb_size true_hidden_size lru_width "
-        "prediction_head_size pooler_hidden_size ple_embed_dim attention_hidden_size",
+        "out_hidden_size output_dim encoder_hidden_size entity_emb_size true_hidden_size "
+        "lru_width "
+        "prediction_head_size pooler_hidden_size audio_hidden_size ple_embed_dim "
+        "intra_bottleneck_size",
     ),
     (
         88,
@@ -94,7 +96,7 @@ MEANINGS = [
         "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k_experts n_group "
         "num_expert_group o_groups",
     ),
-    (1, "topk_group first_k_dense_replace num_dense_layers"),
+    (1, "n_shared_experts topk_group first_k_dense_replace num_dense_layers"),
     # State-space and linear attention layers: 2 times 96, in 12 heads of 16.
     (8, "mamba_d_state state_size ssm_state_size chunk_size mamba_chunk_size"),
     (12, "mamba_n_heads mamba_num_heads n_mamba_heads"),
@@ -112,6 +114,7 @@ MEANINGS = [
     (0, "num_kv_shared_layers"),
     (32, "image_size"),
     (8, "patch_size"),
+    (4, "num_filters"),
 ]
 """A size, and the names of the fields that mean it."""
 
@@ -129,7 +132,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "zamba": {"num_hidden_layers": 4},  # two layers that share their weights
+    "zamba": {  # two layers that share their weights
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    },
     # Parts of layers, which must add up.
     "dory": {
         "num_hidden_layers": 4,
@@ -139,6 +145,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     # Numbers that the model wants to be even, or one, or the hidden size's share.
+    "esmc": {"num_key_value_heads": 6, "head_dim": 16},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "qk_dim_factor": 1.0, "num_heads": 8},
+    "reformer": {"axial_pos_embds_dim": (32, 64), "axial_pos_shape": (8, 8)},
     "diffllama": {"num_key_value_heads": 2},
     "zaya": {"num_experts_per_tok": 1},
     "helium": {"head_dim": 16},
@@ -146,38 +155,62 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 12, "head_dim": 16},
     # What released configs say, but the defaults do not.
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
-    "dbrx": {"attn_config": {"kv_n_heads": 3, "rope_theta": 10_000.0}},
+    "dbrx": {"attn_config": {"kv_n_heads": 3, "clip_qkv": 8.0, "rope_theta": 10_000.0}},
+    "esm": {"mask_token_id": 5, "pad_token_id": 1},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "gemma4_assistant": {
+        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
+    },
+    # Its cache asks for the number of layers, which only the sub-configs hold.
+    "blt": {"use_cache": False},
+    # Without norms, scores grow so large that rounding them may do anything to the weights.
+    "mobilebert": {"normalization_type": "layer_norm"},
     "xmod": {"default_language": "en_XX"},
 }
 """What a type needs that the names of its fields do not tell, and why."""
 
 
-def small_config(kind: str, cls: type[PreTrainedConfig] | None = None) -> PreTrainedConfig:
-    """The config of a small model of a type; of another class than the type's own if asked for."""
-    cls = cls or CONFIG_MAPPING[kind]
-    return cls(**_small(cls, kind))
+def small_config(kind: str, model_class: type[PreTrainedModel]) -> PreTrainedConfig:
+    """The config of a small model: a type's own, or that of the part which the class is made of."""
+    cls = CONFIG_MAPPING[kind]
+    parts = {type(part) for part in vars(_default(cls)).values()}
+    if cls is not model_class.config_class and model_class.config_class in parts:
+        cls = model_class.config_class
+    return cls(**_small(cls))
 
 
-def small_model(kind: str, model_class: type[PreTrainedModel], kernel: str) -> PreTrainedModel:
+def small_model(
+    kind: str, model_class: type[PreTrainedModel], kernel: str, *, decoder: bool
+) -> PreTrainedModel:
     """A small random model of a type, in eval mode.
 
     Args:
         kind: the model type.
         model_class: the class to make it of.
         kernel: transformers' name of the attention kernel.
+        decoder: whether a model that can be both is to be a decoder, which BERT and its like are
+            not by default, whatever their class.
 
     Raises:
         ValueError: from transformers, if the model has no such kernel.
     """
     torch.manual_seed(0)
-    config = small_config(kind, model_class.config_class)
-    if "CausalLM" in model_class.__name__ and hasattr(config, "is_decoder"):
-        config.is_decoder = True  # else BERT and its like see the future, whatever their class
+    config = small_config(kind, model_class)
+    if decoder and hasattr(config, "is_decoder"):
+        config.is_decoder = True
     model = model_class._from_config(config, attn_implementation=kernel).eval()
     with torch.no_grad():
         for module in model.modules():
             for name, weight in module.named_parameters(recurse=False):
-                if weight.dim() >= 2 and name != "A_log":  # of a state space: its decay
+                if (
+                    weight.dim() >= 2 and weight.numel() and name != "A_log"
+                ):  # of a state space: its decay
                     weight.normal_(std=_spread(module, weight))
     return model
 
@@ -187,17 +220,23 @@ def _spread(module: nn.Module, weight: nn.Parameter) -> float:
     return 1.0 if isinstance(module, nn.Embedding) else 2 * weight[0].numel() ** -0.5
 
 
-def _small(cls: type[PreTrainedConfig], kind: str) -> dict[str, Any]:
+def _default(cls: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """A class's config by default, or what comes closest: of some, the defaults are refused."""
+    own = EXCEPTIONS.get(cls.model_type, {})
+    return cls(**{name: value for name, value in own.items() if isinstance(value, dict)})
+
+
+def _small(cls: type[PreTrainedConfig]) -> dict[str, Any]:
     """The arguments that make a config class's config small."""
-    own = EXCEPTIONS.get(kind, {})
-    default = cls(**{name: value for name, value in own.items() if name.endswith("_config")})
+    own = EXCEPTIONS.get(cls.model_type, {})
+    default = _default(cls)
     fields = {field.name: vars(default).get(field.name) for field in dataclasses.fields(cls)}
     arguments: dict[str, Any] = {}
     special = LAST_WORD + 1
     for name, value in fields.items():
         if isinstance(value, PreTrainedConfig):
             named = {"model_type": value.model_type} if value.model_type else {}
-            arguments[name] = named | _small(type(value), value.model_type)
+            arguments[name] = named | _small(type(value)) | own.get(name, {})
         elif name in SPREADS:
             arguments[name] = 0.5
         elif re.search("_token_(id|index)$", name) and isinstance(value, int) and value >= 10:
@@ -209,7 +248,12 @@ def _small(cls: type[PreTrainedConfig], kind: str) -> dict[str, Any]:
         arguments["num_key_value_heads"] = arguments["num_attention_heads"]
     if "qk_rope_head_dim" in fields and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         arguments["head_dim"] = arguments["qk_rope_head_dim"]
-    return arguments | _layers(default, fields) | own
+    whole = {
+        name: value
+        for name, value in own.items()
+        if name not in arguments or not isinstance(value, dict)
+    }
+    return arguments | _layers(default, fields) | whole
 
 
 def _layers(default: PreTrainedConfig, fields: dict[str, Any]) -> dict[str, Any]:
