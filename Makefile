@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type wheel-check clean
+.PHONY: demo test lint type architectures wheel-check clean
 
 demo: $(STAMP)
 	$(BIN)/attnprobe verify
@@ -18,6 +18,10 @@ lint: $(STAMP)
 
 type: $(STAMP)
 	$(BIN)/mypy
+
+# A small model of every model type of transformers, verified: docs/architectures.md. Some minutes.
+architectures: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/architectures.py
 
 # The built wheel, alone in a new environment and outside of this folder, does its main job.
 wheel-check: $(STAMP)
