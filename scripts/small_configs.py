@@ -165,7 +165,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "gemma4_assistant": {
-        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        }
     },
     # Its cache asks for the number of layers, which only the sub-configs hold.
     "blt": {"use_cache": False},
@@ -257,12 +261,17 @@ def _small(cls: type[PreTrainedConfig]) -> dict[str, Any]:
 
 
 def _layers(default: PreTrainedConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """One layer of each kind that the defaults hold, where lists say what each layer is."""
+    """One layer of each kind that the defaults hold, where lists say what each layer is.
+
+    A list of as many different entries as there are layers numbers them, and says nothing of kinds.
+    """
     count = getattr(default, "num_hidden_layers", None)
     lists = {
         name: value
         for name, value in fields.items()
-        if isinstance(value, list | tuple) and len(value) == count and count > 3
+        if isinstance(value, list | tuple)
+        and len(value) == count
+        and 1 < count != len(set(map(str, value)))
     }
     if not lists:
         return {}
