@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import traceback
@@ -245,13 +246,15 @@ def own_softmax(model: nn.Module) -> set[str]:
     return {type(module).__name__ for module in model.modules() if has_softmax(type(module))}
 
 
+@functools.cache
 def has_softmax(cls: type[nn.Module]) -> bool:
     """Whether a class of transformers' own computes a softmax, other than over experts."""
-    if not cls.__module__.startswith("transformers.models"):
-        return False
     if issubclass(cls, PreTrainedModel) or re.search("Router|Routing|Gate$|Mo[eE]", cls.__name__):
         return False
-    return re.search(r"softmax\(|logsumexp\(", inspect.getsource(cls)) is not None
+    own = [one for one in cls.__mro__ if one.__module__.startswith("transformers.models")]
+    methods = [value for one in own for value in vars(one).values() if inspect.isfunction(value)]
+    names = {name for method in methods for name in inspect.unwrap(method).__code__.co_names}
+    return not names.isdisjoint({"softmax", "Softmax", "logsumexp"})
 
 
 def probed(model: nn.Module) -> dict[str, Any]:
