@@ -82,6 +82,8 @@ MEANINGS = [
         "entity_vocab_size t2u_vocab_size ngram_vocab_size_base encoder_hash_byte_group_vocab "
         "unpadded_vocab_size",
     ),
+    # What 1/√ of scales the scores: not the head size, so that the two are not mistaken.
+    (20, "query_pre_attn_scalar"),
     # Narrower than the texts, so that it is met; even, where it reaches to both sides.
     (5, "sliding_window sliding_window_size attention_window_size attention_chunk_size"),
     (6, "local_attention attention_window window_size"),
@@ -212,16 +214,25 @@ def small_model(
     with torch.no_grad():
         for module in model.modules():
             for name, weight in module.named_parameters(recurse=False):
-                if (
-                    weight.dim() >= 2 and weight.numel() and name != "A_log"
-                ):  # of a state space: its decay
-                    weight.normal_(std=_spread(module, weight))
+                _draw(module, name, weight)
     return model
 
 
-def _spread(module: nn.Module, weight: nn.Parameter) -> float:
-    """A standard deviation that makes what goes in with 1 come out with 2: scores of about 4."""
-    return 1.0 if isinstance(module, nn.Embedding) else 2 * weight[0].numel() ** -0.5
+def _draw(module: nn.Module, name: str, weight: nn.Parameter) -> None:
+    """Draw a weight anew, so that what goes in with 1 comes out with 2: scores of about 4.
+
+    Vectors stay as they are, but for those of zeros that are no biases: a factor, or a sink, of 0
+    would hide whatever it is put on.
+    """
+    if isinstance(module, nn.Embedding):
+        weight.normal_()
+    elif weight.dim() < 2:
+        if weight.numel() and not weight.any() and "bias" not in name:
+            weight.normal_()
+    elif weight.numel() and name != "A_log":  # of a state space: its decay
+        convolves = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        inputs = weight[0].numel() if convolves else weight.shape[-1]
+        weight.normal_(std=2 * inputs**-0.5)
 
 
 def _default(cls: type[PreTrainedConfig]) -> PreTrainedConfig:
