@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type notebooks bench-views wheel-check clean
+.PHONY: demo test lint type notebooks bench-views architectures wheel-check clean
 
 demo: $(STAMP)
 	$(BIN)/attnprobe verify
@@ -26,6 +26,10 @@ notebooks: $(STAMP)
 # How large views are and how long they draw, beside BertViz's: half an hour, and 8 GB of memory.
 bench-views: $(STAMP)
 	nice -n 19 $(BIN)/python scripts/bench_views.py
+
+# A small model of every model type of transformers, verified: docs/architectures.md. Some minutes.
+architectures: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/architectures.py
 
 # The built wheel, alone in a new environment and outside of this folder, does its main job.
 wheel-check: $(STAMP)
