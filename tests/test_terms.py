@@ -227,7 +227,9 @@ def test_weights_scores_and_tables_hold_the_terms():
     cap = ap.capture(gpt_oss(), IDS)
     own = cap.calls[0].weights_model[0].double()
     assert (ap.weights(cap, 0) - own).abs().max() < 1e-5
-    assert ap.weights(cap, 0).sum(-1).max() < 1
+    left = 1 - ap.weights(cap, 0).sum(-1)  # what the sinks take
+    assert left.min() > -1e-12
+    assert left.max() > 0.5
 
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
@@ -241,7 +243,7 @@ def test_a_bias_of_the_models_own_is_taken_and_said_so(kernel, dtype):
         d_ff=70,
         num_layers=2,
         num_heads=6,
-        initializer_factor=3.0,
+        initializer_factor=1.0,
         attn_implementation=kernel,
         decoder_start_token_id=0,
     )

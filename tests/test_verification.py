@@ -323,12 +323,9 @@ def unknown_types():
         Llama4TextConfig,
         ModernBertConfig,
         ModernBertModel,
-        OPTConfig,
-        OPTForCausalLM,
     )
 
     common = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 3, "vocab_size": 99}
-    opt = OPTConfig(**common, ffn_dim=7, word_embed_proj_dim=24, init_std=0.5)
     clip = CLIPTextConfig(**common, intermediate_size=9, initializer_range=0.5)
     ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     modern = ModernBertConfig(
@@ -345,7 +342,6 @@ def unknown_types():
         **ends,
     )
     return [
-        pytest.param(OPTForCausalLM, opt, id="opt: the query is scaled beforehand"),
         pytest.param(CLIPTextModel, clip, id="clip: causal though no language model"),
         pytest.param(ModernBertModel, modern, id="modernbert: a window to both sides"),
         pytest.param(Llama4ForCausalLM, chunked, id="llama4: attention in chunks"),
@@ -358,13 +354,22 @@ def test_rules_that_are_not_known_are_no_mismatch(cls, config):
     cap = ap.capture(cls(config).eval(), [(7 * n) % 90 + 5 for n in range(21)])
     report = ap.verify(cap)
     rows = [row for row in report.rows if "has rules of its own is not known" in row.reason]
-    if cls.__name__ == "OPTForCausalLM":  # the scale is never borrowed
-        assert report.verdict == "not_checked"
-        assert {row.check for row in rows} == {"output", "logits"}
-    else:  # the mask is taken as the model passed it, and said not to be checked
-        assert report.verdict == "verified"
-        assert {row.check for row in rows} == {"mask"}
-        assert {row.verdict for row in rows} == {"not_checked"}
+    # The mask is taken as the model passed it, and said not to be checked.
+    assert report.verdict == "verified"
+    assert {row.check for row in rows} == {"mask"}
+    assert {row.verdict for row in rows} == {"not_checked"}
+
+
+def test_a_scale_that_is_not_known_is_never_borrowed(gpt2):
+    cap = ap.capture(gpt2(), TEXTS)
+    call = cap.calls[1]
+    unknown = changed(cap, 1, scaling=2 * call.scaling, facts_known=False)
+    report = ap.verify(unknown)
+    assert report.verdict == "not_checked"
+    rows = [row for row in report.rows if "has rules of its own is not known" in row.reason]
+    assert {row.check for row in rows} == {"output", "logits"}
+    with pytest.raises(ap.InputError, match="would not be the model's own"):
+        ap.weights(unknown, 1)
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
