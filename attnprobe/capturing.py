@@ -19,6 +19,7 @@ def capture(
     lm: object,
     text: str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]],
     *,
+    target: str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
     padding_side: Literal["left", "right"] | None = None,
 ) -> Capture:
     """Run a model once and keep each attention call's query, key, value and output.
@@ -26,6 +27,8 @@ def capture(
     Args:
         lm: what `load` returns, a (model, tokenizer) pair, or a bare model with token ids.
         text: one text, several (a padded batch), or token ids.
+        target: for an encoder-decoder, what its decoder is given: texts, which then begin with the
+            model's start token, or token ids as they are.
         padding_side: where a batch is filled up; the tokenizer's own side by default. Positions
             are counted from each text's first token, so the side changes no number but rounding.
 
@@ -43,7 +46,7 @@ def capture(
     model = lm.model
     _refuse_dropout(model)
     _refuse_autocast(model)
-    batch = encode(lm, text, padding_side)
+    batch = encode(lm, text, target, padding_side)
     with torch.no_grad(), watched(model) as (calls, unseen):
         outputs = model(**batch.inputs)
     if not calls:
@@ -51,6 +54,7 @@ def capture(
             f"{type(model).__name__} computed no softmax attention that attnprobe can see: it "
             "has none, or it does not ask transformers' attention interface for it"
         )
+    rows = batch.padding if batch.target is None else batch.target.padding
     cap = Capture(
         lm=lm,
         texts=batch.texts,
@@ -58,9 +62,10 @@ def capture(
         padding=batch.padding,
         words=batch.words,
         calls=tuple(calls),
-        output=output_of(outputs, model, batch.padding).detach(),
+        output=output_of(outputs, model, rows).detach(),
         unseen=tuple(unseen),
         inputs=batch.inputs,
+        target=batch.target,
     )
     _refuse_nonfinite(cap)
     return cap
@@ -104,8 +109,8 @@ def _refuse_autocast(model: nn.Module) -> None:
 
 def _refuse_nonfinite(cap: Capture) -> None:
     """Refuse NaN and infinity, in tokens' rows of what was computed; name the first bad weight."""
-    rows = cap.padding
     for call in cap.calls:
+        rows = cap.padding if call.in_encoder else cap.output_padding
         by_row = {"query": call.query, "head output": call.head_output_model}
         for what, tensor in by_row.items():
             if tensor is None or torch.isfinite(tensor).all():
@@ -113,7 +118,7 @@ def _refuse_nonfinite(cap: Capture) -> None:
             by_token = tensor.transpose(1, 2) if what == "query" else tensor
             if by_token.shape[:2] != rows.shape or not torch.isfinite(by_token[rows]).all():
                 raise _nonfinite(cap.lm, f"layer {call.layer}: the {what}", call.dtype)
-    if not torch.isfinite(cap.output[rows]).all():
+    if not torch.isfinite(cap.output[cap.output_padding]).all():
         raise _nonfinite(cap.lm, "the model's output", cap.output.dtype)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from attnprobe.errors import InputError, ModelError
-from attnprobe.records import LanguageModel
+from attnprobe.records import LanguageModel, Target
 from attnprobe.spans import refuse_surrogates
 from attnprobe.words import Words, read
 
@@ -25,24 +25,56 @@ class Batch:
     words: tuple[Words, ...]
     padding: Tensor  # (B, T) bool, True where a token stands
     inputs: dict[str, Tensor]  # the forward's keyword arguments
+    target: Target | None = None
 
 
 def encode(
-    lm: LanguageModel, text: Any, padding_side: Literal["left", "right"] | None = None
+    lm: LanguageModel,
+    text: Any,
+    target: Any = None,
+    padding_side: Literal["left", "right"] | None = None,
 ) -> Batch:
-    """Tokenize, check and pad.
+    """Tokenize, check and pad; `target` is what an encoder-decoder's decoder is given.
 
     Raises:
         ModelError: a model that takes no token ids.
         InputError: no text, an empty one, one longer than the model's positions, text without a
-            tokenizer, ids outside the vocabulary, or an encoder-decoder.
+            tokenizer, ids outside the vocabulary; an encoder-decoder without a target, another
+            model with one, or not one target for each text.
     """
-    if getattr(getattr(lm.model, "config", None), "is_encoder_decoder", False):
+    config = getattr(lm.model, "config", None)
+    if not getattr(config, "is_encoder_decoder", False):
+        if target is not None:
+            raise InputError(f"{type(lm.model).__name__} has no decoder to give a target to")
+        return _batch(lm, text, padding_side)
+    if target is None:
         raise InputError(
-            f"{type(lm.model).__name__} is an encoder-decoder and takes two texts; a capture is of "
-            "one. Run the model yourself inside `with ap.probe(model) as calls:`"
+            f"{type(lm.model).__name__} is an encoder-decoder: it needs a target as well, what its "
+            "decoder is given. capture(lm, text, target=…)"
         )
+    source = _batch(lm, text, padding_side)
+    given = _batch(lm, target, padding_side, start=getattr(config, "decoder_start_token_id", None))
+    if len(source.texts) != len(given.texts):
+        raise InputError(f"got {len(source.texts)} texts and {len(given.texts)} targets")
+    inputs = {name: source.inputs[name] for name in ("input_ids", "attention_mask")}
+    inputs |= {f"decoder_{name}": given.inputs[name] for name in inputs}
+    ids = given.inputs["input_ids"]
+    return replace(
+        source, inputs=inputs, target=Target(given.texts, ids, given.padding, given.words)
+    )
+
+
+def _batch(
+    lm: LanguageModel,
+    text: Any,
+    padding_side: Literal["left", "right"] | None,
+    start: int | None = None,
+) -> Batch:
+    """One side's texts; texts, not ids, begin with the token `start`, where there is one."""
     texts, ids = _token_ids(lm, text)
+    if start is not None and texts[0] is not None:
+        ids = [[start, *row] for row in ids]
+        texts = (None,) * len(ids)  # read from its ids, with the token that begins it
     _check(lm, ids)
     side = padding_side or getattr(lm.tokenizer, "padding_side", "right")
     if side not in ("left", "right"):
@@ -106,8 +138,8 @@ def _is_id(one: object) -> bool:
 def _check(lm: LanguageModel, ids: list[list[int]]) -> None:
     config = getattr(lm.model, "config", None)
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None:
-        limit -= _first_position(lm.model)
+    if limit is not None:  # XLNet's -1 stands for none
+        limit = limit - _first_position(lm.model) if limit > 0 else None
     vocabulary = getattr(config, "vocab_size", None)
     for number, row in enumerate(ids):
         if not row:

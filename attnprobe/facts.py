@@ -7,6 +7,7 @@ are what is checked.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,36 +19,47 @@ from transformers.models.auto.modeling_auto import (
 from attnprobe.masks import MaskRule
 from attnprobe.terms import Terms
 
-KNOWN_TYPES = frozenset(
-    {
-        *("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "phi", "gpt_neox"),
-        *("gemma", "gemma2", "gpt_oss", "opt", "t5"),
-        *("bert", "distilbert", "albert", "roberta"),
-    }
-)
-"""The model types for which the facts below are known to hold, by this project's own tests.
-
-Of these, a scale or mask that is not as the facts say is a mismatch. Of others it may as well be
-that the facts are not all: a query scaled beforehand, a window to both sides, a mask of the model's
-own. There the formula is said not to be checked.
-"""
-
 UNHELD = ("sinks", "cu_seq_lens_q")
 """Arguments with which a model adds a term that the formula here does not hold."""
 
 
-SCALED_BEFOREHAND = frozenset({"opt"})
+SCALED_BEFOREHAND = frozenset({"opt", "whisper", "esm"})
 """Types that multiply the query by 1/√d_k before the kernel, and q·k by nothing."""
 
-UNSCALED = frozenset({"t5"})
-"""Types that leave out 1/√d_k, and are trained so."""
+UNSCALED = frozenset(
+    {
+        *("t5", "mt5", "umt5", "longt5", "switch_transformers"),
+        *("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
+        *("gemma4_unified", "gemma4_unified_text"),
+    }
+)
+"""Types that leave out 1/√d_k: T5's weights are initialized for it, Gemma's q and k have norms."""
 
 
-def expected_scaling(config: Any, head_size: int, layer: int) -> float:
+def index_of(module: nn.Module, order: int) -> int:
+    """Which layer of the model a module is: what it says itself, else its place in the order of
+    calls. In a hybrid the two differ, and where layers run several times."""
+    index = getattr(module, "layer_idx", None)
+    return index if isinstance(index, int) else order
+
+
+def config_of(module: nn.Module, config: Any, index: int) -> Any:
+    """The config that holds for one layer, where layers have configs of their own."""
+    if getattr(config, "is_heterogeneous", False):
+        return config.per_layer_config[index]
+    return config
+
+
+def expected_scaling(config: Any, head_size: int, index: int) -> float:
     """The factor on q·k: 1/√d_k, unless the config or its type says otherwise."""
-    if getattr(config, "model_type", None) in SCALED_BEFOREHAND | UNSCALED:
+    kind = getattr(config, "model_type", None)
+    if kind in SCALED_BEFOREHAND | UNSCALED:
         return 1.0
+    if kind == "inkling_text":
+        return 1 / head_size
     scaling = head_size**-0.5
+    if getattr(config, "attention_hidden_size", None) == 2 * getattr(config, "hidden_size", 0):
+        scaling = (head_size / 2) ** -0.5  # Zamba: a layer's input and the model's side by side
     if getattr(config, "query_pre_attn_scalar", None) is not None:
         scaling = config.query_pre_attn_scalar**-0.5
     if getattr(config, "attention_multiplier", None) is not None:
@@ -55,8 +67,24 @@ def expected_scaling(config: Any, head_size: int, layer: int) -> float:
     if getattr(config, "scale_attn_weights", True) is False:
         scaling = 1.0
     if getattr(config, "scale_attn_by_inverse_layer_idx", False):
-        scaling /= layer + 1
-    return float(scaling)
+        scaling /= index + 1
+    return float(scaling * _yarn(config))
+
+
+def _yarn(config: Any) -> float:
+    """By what DeepSeek's models raise the scale with a context that YaRN has stretched.
+
+    Peng et al. 2023, *YaRN*, section 3.4: (0.1·mscale·ln(factor) + 1)², in models with latent
+    attention, whose rotary embedding does not hold it.
+    """
+    rope = getattr(config, "rope_parameters", None)
+    latent = getattr(config, "kv_lora_rank", None) is not None
+    if not latent or not isinstance(rope, dict) or rope.get("rope_type", "default") == "default":
+        return 1.0
+    mscale, factor = rope.get("mscale_all_dim"), rope.get("factor", 1.0)
+    if not mscale or factor <= 1:
+        return 1.0
+    return float((0.1 * mscale * math.log(factor) + 1) ** 2)
 
 
 def expected_terms(module: nn.Module, config: Any) -> Terms:
@@ -71,32 +99,38 @@ def expected_terms(module: nn.Module, config: Any) -> Terms:
 def is_causal(config: Any, module: nn.Module) -> bool:
     """Whether the architecture is one in which no word sees a later one.
 
-    A type that transformers lists for causal and not for masked language models is causal; one that
-    it lists for both (BERT) is causal where it is a decoder. Elsewhere, as in the halves of an
-    encoder-decoder, the module's own word is all there is.
+    In an encoder-decoder, that is what a module says of being a decoder's; a type that transformers
+    lists for causal language models is causal, unless it may be an encoder as well and is no
+    decoder (BERT). Elsewhere the module's own word is all there is.
     """
     if getattr(config, "is_causal", None) is False:
         return False
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return False
+    if getattr(config, "is_encoder_decoder", False):
+        decoder = getattr(module, "is_decoder", None)
+        return bool(getattr(module, "is_causal", False) if decoder is None else decoder)
     kind = getattr(config, "model_type", None)
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(
-        config, "is_encoder_decoder", False
-    ):
-        if kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-            return True
-        return bool(getattr(config, "is_decoder", False))
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        fields = getattr(type(config), "__dataclass_fields__", {})
+        may_encode = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or "is_decoder" in fields
+        return not may_encode or bool(getattr(config, "is_decoder", False))
     return bool(getattr(module, "is_causal", False))
 
 
-def window(config: Any, layer: int) -> int | None:
-    """How many keys back, itself included, a word of this layer sees; None for all."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return config.sliding_window if kinds[layer] == "sliding_attention" else None
-    if not getattr(config, "use_sliding_window", True):
-        return None
-    return getattr(config, "sliding_window", None)
+def reach(config: Any, index: int, causal: bool) -> dict[str, int]:
+    """What of `MaskRule` a layer's config sets: window, ahead, chunk."""
+    kinds = getattr(config, "layer_types", None) or ()
+    kind = kinds[index] if index < len(kinds) else ""
+    size = getattr(config, "sliding_window", None)
+    if "chunked" in kind:
+        return {"chunk": config.attention_chunk_size}
+    sliding = "sliding" in kind
+    if not any("sliding" in one for one in kinds):
+        sliding = getattr(config, "use_sliding_window", True) and not kinds
+    if not sliding or size is None:
+        return {}
+    return {"window": size} if causal else {"window": size + 1, "ahead": size}
 
 
 def _padding_of(frames: list[dict[str, Any]], kind: str, batch: int, keys: int) -> Any:
@@ -138,7 +172,7 @@ def _fits(padding: Any, batch: int, keys: int) -> bool:
 def mask_rule(
     module: nn.Module,
     config: Any,
-    layer: int,
+    index: int,
     kind: str,
     shape: tuple[int, int, int],
     frames: list[dict[str, Any]],
@@ -149,7 +183,7 @@ def mask_rule(
     Args:
         module: the attention module.
         config: its config, or the model's.
-        layer: counted from 0.
+        index: which layer of the model it is (see `index_of`).
         kind: "self" or "cross".
         shape: (B, T, S).
         frames: the arguments of the models that are running, the outermost first, with `past`: how
@@ -168,11 +202,12 @@ def mask_rule(
     # A cache that slides or was cropped holds fewer keys than tokens went by.
     past = max((frame["past"] for frame in frames), default=0)
     offset = past if past + queries <= keys else keys - queries
+    causal = is_causal(config, module)
     return MaskRule(
         queries,
         keys,
-        causal=is_causal(config, module),
-        window=window(config, layer),
+        causal=causal,
         padding=padding,
         offset=offset,
+        **reach(config, index, causal),
     )

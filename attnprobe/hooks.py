@@ -22,6 +22,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from attnprobe import facts
+from attnprobe.known import KNOWN_TYPES
 from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, UnseenAttention
 from attnprobe.rounding import operand_unit
@@ -134,9 +135,13 @@ class _Interception:
     unseen: list[UnseenAttention] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)  # calls so far in this forward, by kind
     step: int = -1
+    encoder: str = ""  # how the names of an encoder-decoder's encoder's modules begin
 
     def __post_init__(self) -> None:
         self.names = {module: name for name, module in self.model.named_modules()}
+        config = getattr(self.model, "config", None)
+        if getattr(config, "is_encoder_decoder", False) and isinstance(self.model, PreTrainedModel):
+            self.encoder = f"{self.names[self.model.get_encoder()]}."
 
     def enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.frames:
@@ -184,7 +189,9 @@ class _Interception:
         cached = next((arg for arg in own.values() if isinstance(arg, Cache)), None)
         if cached is not None and cached.is_compileable:  # a buffer that the next step writes into
             key, value = key.clone(), value.clone()
+        index = facts.index_of(module, layer)
         config = getattr(module, "config", None) or getattr(self.model, "config", None)
+        config = facts.config_of(module, config, index)
         scaling = arguments.get("scaling")
         causal = arguments.get("is_causal")
         mask = arguments.get("attention_mask")
@@ -198,10 +205,11 @@ class _Interception:
             key=key,
             value=value,
             scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-            expected_scaling=facts.expected_scaling(config, query.shape[-1], layer),
+            expected_scaling=facts.expected_scaling(config, query.shape[-1], index),
             mask=_detached(mask),
             is_causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
-            expected_mask=facts.mask_rule(module, config, layer, kind, shape, self.frames),
+            expected_mask=facts.mask_rule(module, config, index, kind, shape, self.frames),
+            in_encoder=bool(self.encoder) and self.names[module].startswith(self.encoder),
             step=max(self.step, 0),
             terms=Terms(
                 softcap=arguments.get("softcap"),
@@ -210,7 +218,7 @@ class _Interception:
             ),
             expected_terms=facts.expected_terms(module, config),
             unheld=_unheld(arguments, query.device),
-            facts_known=getattr(config, "model_type", None) in facts.KNOWN_TYPES,
+            facts_known=getattr(config, "model_type", None) in KNOWN_TYPES,
             operands=operand_unit(query.dtype, query.device),
             dropout=float(arguments.get("dropout") or 0.0),
             module=module,

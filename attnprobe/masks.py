@@ -7,7 +7,7 @@ time, so that no (T, S) tensor need exist.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -48,7 +48,9 @@ class MaskRule:
 
     Query `i` stands at position `offset + i` among the keys. It may attend to key `j` if all hold:
     `padding[b, j]`; `j <= offset + i`, where `causal`; `j > offset + i - window`, where there is a
-    window (so that a window of 1 is the word itself).
+    window (so that a window of 1 is the word itself); `j <= offset + i + ahead`, where a window has
+    two sides; and `i` and `j` stand in the same chunk, counted from a text's first token, where the
+    attention is chunked.
 
     Attributes:
         queries: T, the number of queries.
@@ -57,6 +59,8 @@ class MaskRule:
         window: how many keys back a query sees, itself included; None for all.
         padding: (B, S) bool, True where a token stands; None where nothing is padded.
         offset: how many keys stand before the first query, as when a cache holds them.
+        ahead: how many keys ahead a query sees at most; None for all.
+        chunk: the size of a chunk; None where attention is not chunked.
     """
 
     queries: int
@@ -65,6 +69,8 @@ class MaskRule:
     window: int | None = None
     padding: Tensor | None = None
     offset: int = 0
+    ahead: int | None = None
+    chunk: int | None = None
 
     def reach(self, stop: int) -> int:
         """How many keys, from the first, the queries before `stop` can see at most."""
@@ -73,7 +79,7 @@ class MaskRule:
     def within(self, text: int, heads: Sequence[int], stretch: slice) -> MaskRule:
         """The same rule among one text's own tokens, when padding and cache are left out."""
         tokens = stretch.stop - stretch.start
-        return MaskRule(tokens, tokens, causal=self.causal, window=self.window)
+        return replace(self, queries=tokens, keys=tokens, padding=None, offset=0)
 
     def allowed(
         self,
@@ -99,9 +105,25 @@ class MaskRule:
             allowed &= key_pos <= query_pos
         if self.window is not None:
             allowed &= key_pos > query_pos - self.window
+        if self.ahead is not None:
+            allowed &= key_pos <= query_pos + self.ahead
+        by_text = allowed[None, None]  # (1, 1, t, K)
+        if self.chunk is not None:
+            first = self._first_tokens(key_pos.device)  # (B or 1, 1, 1, 1)
+            key_chunk, query_chunk = (
+                (key_pos - first) // self.chunk,
+                (query_pos - first) // self.chunk,
+            )
+            by_text = by_text & (key_chunk == query_chunk)
         if self.padding is None:
-            return allowed[None, None]  # (1, 1, t, K)
-        return allowed[None, None] & self.padding[:, None, None, :keys]  # (B, 1, t, K)
+            return by_text
+        return by_text & self.padding[:, None, None, :keys]  # (B, 1, t, K)
+
+    def _first_tokens(self, device: torch.device) -> Tensor:
+        """Where each text's first token stands, (B or 1, 1, 1, 1)."""
+        if self.padding is None:
+            return torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+        return self.padding.int().argmax(-1)[:, None, None, None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -74,6 +74,8 @@ class AttentionCall:
     expected_mask: MaskRule | None
     """M rebuilt from facts: padding, causality, window, cache offset; None where the caller gave a
     mask of more than (B, S), so that there are no facts to rebuild it from."""
+    in_encoder: bool = False
+    """Whether it is a call of an encoder-decoder's encoder."""
     step: int = 0
     """Which forward of the model, counted from 0 since the probe was opened."""
     terms: Terms = PLAIN
@@ -122,6 +124,16 @@ class UnseenAttention:
 
 
 @dataclass(frozen=True, eq=False)
+class Target:
+    """What an encoder-decoder's decoder was given, as a `Capture` holds what the encoder was."""
+
+    texts: tuple[str | None, ...]
+    input_ids: Tensor  # (B, T)
+    padding: Tensor  # (B, T) bool
+    words: tuple[Words, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Capture:
     """One forward of a model over one or more texts.
 
@@ -142,6 +154,56 @@ class Capture:
     """Attention modules that ran and asked for no kernel: nothing is known of what they did."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """The keyword arguments of the forward, for running it again."""
+    target: Target | None = None
+    """What an encoder-decoder's decoder was given; the rest is then of its encoder. Tables and
+    views are of one of them: `encoder` and `decoder`."""
+    part: Literal["", "encoder", "decoder"] = ""
+    """Which part of an encoder-decoder's capture this is."""
+
+    @property
+    def encoder(self) -> Capture:
+        """An encoder-decoder's encoder: its self-attention, as a capture of its own.
+
+        Raises:
+            InputError: the capture is of no encoder-decoder.
+        """
+        return self._part("encoder", self._target)
+
+    @property
+    def decoder(self) -> Capture:
+        """An encoder-decoder's decoder: its self-attention, as a capture of its own.
+
+        Raises:
+            InputError: the capture is of no encoder-decoder.
+        """
+        target = self._target
+        return replace(
+            self._part("decoder", target),
+            texts=target.texts,
+            input_ids=target.input_ids,
+            padding=target.padding,
+            words=target.words,
+        )
+
+    @property
+    def _target(self) -> Target:
+        if self.target is None or self.part:
+            raise InputError("this capture has no encoder and decoder: it is of one text's model")
+        return self.target
+
+    def _part(self, part: Literal["encoder", "decoder"], target: Target) -> Capture:
+        own = [
+            call
+            for call in self.calls
+            if call.kind == "self" and call.in_encoder == (part == "encoder")
+        ]
+        calls = tuple(replace(call, layer=at) for at, call in enumerate(own))
+        return replace(self, calls=calls, part=part)
+
+    @property
+    def output_padding(self) -> Tensor:
+        """Where `output` stands for a token, (B, T) bool."""
+        return self.padding if self.target is None else self.target.padding
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -180,16 +242,18 @@ class Capture:
         """The positions of a text's own tokens within the padded batch, (tokens,) int64.
 
         Raises:
-            InputError: there is no such text.
+            InputError: there is no such text; an encoder-decoder's capture as a whole.
         """
+        self._refuse_both()
         return self.padding[self._text(text)].nonzero().flatten()
 
     def words_of(self, text: int) -> Words:
         """How one text is read: its tokens and words.
 
         Raises:
-            InputError: there is no such text.
+            InputError: there is no such text; an encoder-decoder's capture as a whole.
         """
+        self._refuse_both()
         return self.words[self._text(text)]
 
     def __repr__(self) -> str:
@@ -198,6 +262,13 @@ class Capture:
             f"Capture({name}: {len(self)} texts, {int(self.padding.sum())} tokens, "
             f"{len(self.calls)} attention calls)"
         )
+
+    def _refuse_both(self) -> None:
+        if self.target is not None and not self.part:
+            raise InputError(
+                "this is an encoder-decoder's capture, of two texts: look at cap.encoder or "
+                "cap.decoder; cap.calls has the cross attention"
+            )
 
     def _text(self, text: int) -> int:
         text = whole(text, "text")

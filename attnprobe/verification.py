@@ -117,6 +117,8 @@ def _logits(cap: Capture) -> Row:
     """
     if cap.lm is None:
         return Row("logits", None, None, reason="the capture has no model with it")
+    if cap.part:
+        return Row("logits", None, None, reason=f"this is the {cap.part} alone: verify the whole")
     reason = next(filter(None, (basis_of(call).unheld for call in cap.calls)), "")
     if cap.unseen:
         reason = f"{cap.unseen[0].name} computed its attention unseen"
@@ -128,8 +130,9 @@ def _logits(cap: Capture) -> Row:
         _output_with(cap, _formula),
         _output_with(cap, lambda call: _moved(call, generator)),
     )
-    found = _spread(*(output[cap.padding] for output in outputs))
-    count = int(cap.padding.sum()) * cap.output.shape[-1]
+    rows = cap.output_padding
+    found = _spread(*(output[rows] for output in outputs))
+    count = int(rows.sum()) * cap.output.shape[-1]
     bound = found.spread * math.sqrt(2 * math.log(2 * count / FALSE_ALARM))  # (V,)
     usual = bound.median().item()
     if not usual < UNRELATED * found.scale:
@@ -172,7 +175,7 @@ def _spread(given: Tensor, own: Tensor, moved: Tensor) -> _Spread:
 def _output_with(cap: Capture, kernel: Callable[[AttentionCall], Tensor]) -> Tensor:
     assert cap.lm is not None
     with torch.no_grad(), replaced(cap.lm.model, kernel):
-        return output_of(cap.lm.model(**cap.inputs), cap.lm.model, cap.padding)
+        return output_of(cap.lm.model(**cap.inputs), cap.lm.model, cap.output_padding)
 
 
 def _formula(call: AttentionCall) -> Tensor:

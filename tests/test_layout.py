@@ -17,6 +17,7 @@ ORDER = [
     "spans",
     "words",
     "records",
+    "known",
     "facts",
     "hub",
     "places",
