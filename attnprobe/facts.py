@@ -112,8 +112,7 @@ def is_causal(config: Any, module: nn.Module) -> bool:
         return bool(getattr(module, "is_causal", False) if decoder is None else decoder)
     kind = getattr(config, "model_type", None)
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        fields = getattr(type(config), "__dataclass_fields__", {})
-        may_encode = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or "is_decoder" in fields
+        may_encode = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind == "bert-generation"
         return not may_encode or bool(getattr(config, "is_decoder", False))
     return bool(getattr(module, "is_causal", False))
 

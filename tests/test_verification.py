@@ -354,10 +354,14 @@ def test_rules_that_are_not_known_are_no_mismatch(cls, config):
     cap = ap.capture(cls(config).eval(), [(7 * n) % 90 + 5 for n in range(21)])
     report = ap.verify(cap)
     rows = [row for row in report.rows if "has rules of its own is not known" in row.reason]
-    # The mask is taken as the model passed it, and said not to be checked.
     assert report.verdict == "verified"
-    assert {row.check for row in rows} == {"mask"}
-    assert {row.verdict for row in rows} == {"not_checked"}
+    assert cap.calls[0].facts_known is False
+    if cls.__name__ == "CLIPTextModel":  # M is taken as it was passed, and said not to be checked
+        assert {row.check for row in rows} == {"mask"}
+        assert {row.verdict for row in rows} == {"not_checked"}
+    else:
+        assert not rows
+        assert {row.verdict for row in report.rows if row.check == "mask"} == {"verified"}
 
 
 def test_a_scale_that_is_not_known_is_never_borrowed(gpt2):
