@@ -25,6 +25,7 @@ _NO_RULE = (
     "taken as the model passed it"
 )
 _OWN_BIAS = "the model adds a bias of its own to the scores, taken as the model passed it"
+_OWN_SINKS = "the model computes sinks from the text, taken as the model passed them"
 
 
 def basis_of(call: AttentionCall) -> Basis:
@@ -68,7 +69,12 @@ class Basis:
             return f"{_unknown_type(call)}: {self.mask_difference}. M is taken as it was passed"
         if call.terms.bias is not None and call.expected_terms.bias is None:
             return _OWN_BIAS
-        return ""
+        return _OWN_SINKS if self._sinks_of_its_own else ""
+
+    @property
+    def _sinks_of_its_own(self) -> bool:
+        sinks, expected = self.call.terms.sinks, self.call.expected_terms.sinks
+        return sinks is not None and sinks.dim() > 1 and expected is None
 
     @cached_property
     def difference(self) -> str:
@@ -78,7 +84,7 @@ class Basis:
             return f"the model scales by {call.scaling:.6g}, expected {call.expected_scaling:.6g}"
         if passed.softcap != expected.softcap:
             return f"the model caps scores at {passed.softcap}, expected {expected.softcap}"
-        if not _same(passed.sinks, expected.sinks):
+        if not self._sinks_of_its_own and not _same(passed.sinks, expected.sinks):
             return "the model passed other sinks than its weights hold"
         if expected.bias is not None and not _same(passed.bias, expected.bias):
             return "the model passed another bias than its weights make"
@@ -136,7 +142,8 @@ class Basis:
         inside = self.rule.bias if isinstance(self.rule, GivenMask) else None
         if inside is not None:
             bias = inside if bias is None else bias + inside
-        return replace(terms, bias=bias)
+        sinks = self.call.terms.sinks if self._sinks_of_its_own else terms.sinks
+        return replace(terms, bias=bias, sinks=sinks)
 
     def tiles(self) -> Iterator[Tile]:
         """The formula computed again, with bounds, in tiles."""

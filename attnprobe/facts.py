@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 from attnprobe.masks import MaskRule
 from attnprobe.terms import Terms
 
-UNHELD = ("sinks", "cu_seq_lens_q")
+UNHELD = ("cu_seq_lens_q",)
 """Arguments with which a model adds a term that the formula here does not hold."""
 
 

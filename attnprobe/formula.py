@@ -53,11 +53,10 @@ def scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
 def softmax(masked: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Softmax along the last axis; a row of nothing but -inf gives zeros.
 
-    With `sinks`, (H,), a score beside each row of (…, H, t, K), whose share is left out.
+    With `sinks`, a score beside each row, (…, 1), whose share is left out.
     """
     top = masked.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     if sinks is not None:
-        sinks = sinks.double().view(-1, 1, 1)
         top = torch.maximum(top, sinks)
     exp = torch.exp(masked - top)
     total = exp.sum(-1, keepdim=True)
@@ -124,11 +123,12 @@ def tiles(
         bias = terms.bias_of(start, stop, reach)
         s = capped(scores(q, k, scaling), terms)  # (B, H, t, K)
         masked = (s if bias is None else s + bias).masked_fill(~allowed, -torch.inf)
-        w = softmax(masked, terms.sinks)
+        sinks = terms.sinks_of(start, stop)
+        w = softmax(masked, sinks)
         o = by_key_head(w, v)  # (B, H, t, Dv)
         seen = allowed.any(-1)  # (B, 1, t)
         limits: tuple[Tensor | None, Tensor | None] = (None, None)
         if rounding is not None:
-            eps = score_error(q, k, s, bias, scaling, terms, allowed, rounding)
+            eps = score_error(q, k, s, bias, sinks, scaling, terms.softcap, allowed, rounding)
             limits = bounds(eps, w, o, v, allowed, rounding)
         yield Tile(start, stop, seen, masked, w, o, *limits)

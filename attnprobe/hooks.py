@@ -214,7 +214,7 @@ class _Interception:
             terms=Terms(
                 softcap=arguments.get("softcap"),
                 bias=_detached(arguments.get("position_bias")),
-                sinks=_detached(arguments.get("s_aux")),
+                sinks=_detached(arguments.get("s_aux", arguments.get("sinks"))),
             ),
             expected_terms=facts.expected_terms(module, config),
             unheld=_unheld(arguments, query.device),

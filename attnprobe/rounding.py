@@ -33,8 +33,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from attnprobe.terms import Terms
-
 EXP_ULPS = 20
 """The largest error that torch states for any of its vectorised exponentials (`exp_u20`); those of
 tanh are smaller."""
@@ -134,8 +132,9 @@ def score_error(
     k: Tensor,
     s: Tensor,
     bias: Tensor | None,
+    sinks: Tensor | None,
     scaling: float,
-    terms: Terms,
+    softcap: float | None,
     allowed: Tensor,
     r: Arithmetic,
 ) -> ScoreError:
@@ -143,9 +142,9 @@ def score_error(
     u = r.accumulate + unit_roundoff(torch.float64)  # the float64 reference rounds too
     before = _product_error(q, k, scaling, r)
     before = before + gamma(2, r.scores) * (s.abs() + before)
-    if terms.softcap is not None:
+    if softcap is not None:
         rounded = gamma(3, r.scores) + 2 * EXP_ULPS * u
-        before = before + rounded * (s.abs() + before) + abs(terms.softcap) * r.tiny
+        before = before + rounded * (s.abs() + before) + abs(softcap) * r.tiny
     size = s.abs()
     if bias is not None:
         before = before + gamma(1, r.scores) * (size + before + bias.abs())
@@ -153,8 +152,8 @@ def score_error(
     largest = ((size + before) * allowed).amax(-1, keepdim=True)  # (B, H, t, 1)
     unit = gamma(3, u)
     of_sink = None
-    if terms.sinks is not None:
-        sink = terms.sinks.double().abs().view(-1, 1, 1)
+    if sinks is not None:
+        sink = sinks.abs()
         largest = torch.maximum(largest, sink)
         unit = gamma(3, u) + gamma(1, r.scores)  # gpt-oss subtracts before it goes to float32
         of_sink = unit * (sink + largest)  # (B, H, t, 1)

@@ -19,8 +19,9 @@ class Terms:
             (Gemma Team 2024, *Gemma 2*, section 2).
         bias: (B or 1, H or 1, T or 1, S), added to the scores: by distance (ALiBi, Press et al.
             2022), learned for distances (T5, Raffel et al. 2020), or a model's own.
-        sinks: (H,), a score for each head that takes part in softmax beside the keys' and brings no
-            value (gpt-oss), so that the weights of the keys sum to less than 1.
+        sinks: a score for each head that takes part in softmax beside the keys' and brings no value
+            (gpt-oss), so that the weights of the keys sum to less than 1: (H,), or one for each
+            query as well, (B, H, T, 1).
     """
 
     softcap: float | None = None
@@ -34,10 +35,22 @@ class Terms:
         rows = self.bias if self.bias.shape[-2] == 1 else self.bias[..., start:stop, :]
         return rows[..., :reach].double()
 
+    def sinks_of(self, start: int, stop: int) -> Tensor | None:
+        """Rows of the sinks, (B or 1, H, t or 1, 1) float64; None where there are none."""
+        if self.sinks is None:
+            return None
+        if self.sinks.dim() == 1:
+            return self.sinks.double().view(1, -1, 1, 1)
+        return self.sinks[:, :, start:stop].double()
+
     def within(self, text: int, heads: Sequence[int], stretch: slice) -> Terms:
         """The terms of some heads among the tokens of one text, a stretch of its row."""
         bias = None if self.bias is None else part(self.bias, text, heads, stretch)
-        sinks = None if self.sinks is None else self.sinks[list(heads)]
+        sinks = self.sinks
+        if sinks is not None and sinks.dim() == 1:
+            sinks = sinks[list(heads)]
+        elif sinks is not None:
+            sinks = sinks[text : text + 1, list(heads), stretch]
         return Terms(self.softcap, bias, sinks)
 
 

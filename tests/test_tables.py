@@ -233,11 +233,12 @@ def test_reprs_are_short(gpt2):
 
 def test_terms_that_the_formula_does_not_hold_give_no_wrong_weights(gpt2):
     cap = ap.capture(gpt2(), TEXTS)
-    calls = (dataclasses.replace(cap.calls[0], unheld=("sinks",)), *cap.calls[1:])
+    calls = (dataclasses.replace(cap.calls[0], unheld=("cu_seq_lens_q",)), *cap.calls[1:])
     capped = dataclasses.replace(cap, calls=calls)
     for call in (ap.weights, ap.table, lambda *at: ap.walkthrough(capped, "5", 0, 0)):
         with pytest.raises(
-            ap.InputError, match="would not be the model's own: the formula here has no sinks"
+            ap.InputError,
+            match="would not be the model's own: the formula here has no cu_seq_lens_q",
         ):
             call(capped, 0, 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -94,7 +95,7 @@ def test_each_term_tells():
 def test_weights_with_a_sink_sum_to_what_it_leaves():
     scores = torch.randn(3, 5, 7, dtype=torch.float64) * 9
     sinks = torch.tensor([-800.0, 0.0, 800.0], dtype=torch.float64)
-    sums = softmax(scores, sinks).sum(-1)
+    sums = softmax(scores, sinks.view(3, 1, 1)).sum(-1)
     torch.testing.assert_close(sums[0], torch.ones(5, dtype=torch.float64))
     assert ((sums[1] > 0) & (sums[1] < 1)).all()
     assert (sums[2] == 0).all()
@@ -275,3 +276,30 @@ def test_a_given_mask_is_a_rule():
     assert torch.equal(given.bias, numbers.masked_fill(~allowed, 0.0))
     own = given.within(1, [2, 0], slice(1, 4))
     assert torch.equal(own.mask, numbers[1:, [2, 0], 1:4, 1:4])
+
+
+def test_weights_from_before_the_sinks_are_not_compared():
+    model = gpt_oss()
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.fill_(-2.0)
+    cap = ap.capture(model, IDS)
+    own = cap.calls[0].weights_model
+    before = replace(cap.calls[0], weights_model=own / own.sum(-1, keepdim=True))
+    report = ap.verify(replace(cap, calls=(before, cap.calls[1])), ["weights", "output"])
+    reasons = {row.layer: row.reason for row in report.rows if row.check == "weights"}
+    assert "before its sinks take their share" in reasons[0]
+    assert reasons[1] == ""
+    assert report.passed
+
+
+def test_sinks_for_each_query_are_rows_of_their_own():
+    query, key, value = operands()[:3]
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(2, HEADS, TOKENS, 1, generator=generator, dtype=torch.float64)
+    rule = MaskRule(TOKENS, TOKENS)
+    each = attention(query, key, value, rule, SIZE**-0.5, Terms(sinks=rows))
+    for at in (0, 5, 12):
+        alone = attention(query, key, value, rule, SIZE**-0.5, Terms(sinks=rows[1, :, at, 0]))
+        torch.testing.assert_close(each[1, at], alone[1, at])
+    part = Terms(sinks=rows).within(1, [4, 2], slice(3, 8)).sinks
+    assert torch.equal(part, rows[1:, [4, 2], 3:8])

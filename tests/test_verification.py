@@ -189,7 +189,7 @@ def test_what_is_not_a_number_is_a_mismatch(gpt2):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"unheld": ("sinks",)}, "the formula here has no sinks"),
+        ({"unheld": ("cu_seq_lens_q",)}, "the formula here has no cu_seq_lens_q"),
         ({"dropout": 0.1}, "dropout of 0.1 was on"),
     ],
 )

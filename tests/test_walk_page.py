@@ -607,8 +607,8 @@ def test_layers_of_different_numbers_of_heads_are_refused(cap):
 
 
 def test_what_is_not_the_formula_is_refused(cap):
-    call = replace(cap.calls[1], unheld=("sinks",))
-    with pytest.raises(ap.InputError, match=r"layer 1's weights would not be .*sinks"):
+    call = replace(cap.calls[1], unheld=("cu_seq_lens_q",))
+    with pytest.raises(ap.InputError, match=r"layer 1's weights would not be .*cu_seq_lens_q"):
         ap.walkthrough_view(replace(cap, calls=(cap.calls[0], call, cap.calls[2])))
 
 
