@@ -69,9 +69,12 @@ def _before_sinks(call: AttentionCall) -> bool:
     basis = basis_of(call)
     if basis.terms.sinks is None or basis.unheld:
         return False
-    gaps = ((1 - tile.weights.sum(-1)).masked_fill(~tile.seen, 0.0) for tile in basis.tiles())
-    sums = call.weights_model.double().sum(-1)  # (B, H, T)
-    return max(float(gap.max()) for gap in gaps) > 0.1 and float((sums - 1).abs().max()) < 0.01
+    taken = off = 0.0
+    for tile in basis.tiles():
+        sums = call.weights_model[:, :, tile.start : tile.stop].double().sum(-1)  # (B, H, t)
+        taken = max(taken, float((1 - tile.weights.sum(-1)).masked_fill(~tile.seen, 0.0).max()))
+        off = max(off, float((sums - 1).abs().masked_fill(~tile.seen, 0.0).max()))
+    return taken > 0.1 and off < 0.01
 
 
 def _output(call: AttentionCall) -> list[Row]:
