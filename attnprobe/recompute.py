@@ -120,11 +120,34 @@ class Attention:
             self.weights[:, tile.start : tile.stop, : tile.weights.shape[-1]] = tile.weights[0]
 
     @cached_property
+    def raw(self) -> Tensor:
+        """q·k, (h, T, T)."""
+        return dot_products(self.query[None], self.key[None], 1.0)[0]
+
+    @cached_property
     def scores(self) -> Tensor:
         """(h, T, T): scaled, capped and with bias where the model has these; not masked."""
-        found = capped(dot_products(self.query[None], self.key[None], self.scaling), self.terms)[0]
+        found = capped(self.raw * self.scaling, self.terms)
         bias = self.terms.bias_of(0, *found.shape[-2:])
         return found if bias is None else found + bias[0]
+
+    @property
+    def sink(self) -> Tensor | None:
+        """What each query gives to the sink, (h, T); None where the model has none."""
+        return None if self.terms.sinks is None else 1 - self.weights.sum(-1)
+
+    def refuse_terms(self, view: str) -> None:
+        """Refuse a model with further terms, for a view that computes the plain formula itself.
+
+        Raises:
+            InputError: it has a softcap, a bias or sinks.
+        """
+        more = [name for name, term in vars(self.terms).items() if term is not None]
+        if more:
+            raise InputError(
+                f"{view} computes softmax(q·k·scaling + M) in the page, and this model adds "
+                f"{' and '.join(more)}: use walkthrough, table or attention_view"
+            )
 
     def shown(self, by: By) -> tuple[Tensor, Tensor]:
         """The weights, (h, N, N), and where a query may attend, (N, N) bool; by token or by word.

@@ -20,13 +20,15 @@ TABLE_BYTES = 500_000_000
 
 COLUMNS = (
     *("text", "layer", "head", "query_pos", "query", "key_pos", "key"),
-    *("score_raw", "score", "masked", "weight"),
+    *("score_raw", "score", "masked", "weight", "sink"),
 )
 
 WEIGHTS = {"weight", "share"} | {
     f"{name}{skipped}" for name in ("weight", "value_share") for skipped in ("", "_without_first")
 }
 """The columns that `styled` colours: between 0 and 1, but for a share, which may be negative."""
+
+_SINK = "<sink>"  # the last column of a wide table, where the model has sinks
 
 _ROW_BYTES = 45  # what one row of the columns below takes, categories aside
 
@@ -52,13 +54,16 @@ def table(
         text: which texts of a batch, from 0; None for all.
         future: rows also for keys that the mask hides.
         wide: instead, the matrix of weights of one layer, head and text: a row a query, a column a
-            key. A token or word that occurs again is numbered from 2, as in `the (2)`.
+            key. A token or word that occurs again is numbered from 2, as in `the (2)`. Where the
+            model has sinks, the last column is `<sink>`.
         max_bytes: the largest frame to make.
 
     Returns:
         Columns text, layer, head, query_pos, query, key_pos, key, then by token score_raw (q·k),
-        score (scaled), masked and weight, by word masked and weight. Positions count the text's
-        own tokens, or words, from 0; query and key are categories; scores and weights are float64.
+        score (scaled, and with what else the model adds), masked and weight, by word masked and
+        weight; sink, what the query gives to no key, where the model has sinks. Positions count the
+        text's own tokens, or words, from 0; query and key are categories; scores and weights are
+        float64.
 
     Raises:
         InputError: a layer, head or text out of range; `wide` of more than one head; a frame that
@@ -117,8 +122,9 @@ def _of_layer(
     weights, allowed = attention.shown(by)  # (h, N, N), (N, N)
     values = {"weight": weights}
     if by == "token":  # a word has no score of its own
-        raw = attention.scores / attention.scaling
-        values = {"score_raw": raw, "score": attention.scores, **values}
+        values = {"score_raw": attention.raw, "score": attention.scores, **values}
+    if attention.sink is not None:
+        values["sink"] = (1 - weights.sum(-1, keepdim=True)).expand_as(weights)
     pairs = (torch.ones_like(allowed) if future else allowed).nonzero(as_tuple=True)
     query_pos, key_pos = (at.cpu().numpy().astype(np.int32) for at in pairs)
     masked = ~allowed[pairs].cpu().numpy()
@@ -154,13 +160,15 @@ def _stacked(frames: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _wide(cap: Capture, layer: int, head: int, by: By, text: int) -> pd.DataFrame:
-    found, _ = Attention.of(cap, layer, [head], text).shown(by)
+    attention = Attention.of(cap, layer, [head], text)
+    found, _ = attention.shown(by)
     labels = told_apart(cap.words_of(text).labels(by))
-    return pd.DataFrame(
+    frame = pd.DataFrame(
         found[0].cpu().numpy(),
         index=pd.Index(labels, name="query"),
         columns=pd.Index(labels, name="key"),
     )
+    return frame if attention.sink is None else frame.assign(**{_SINK: 1 - frame.sum(axis=1)})
 
 
 def told_apart(labels: Sequence[str]) -> list[str]:

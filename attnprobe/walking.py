@@ -29,7 +29,8 @@ class Walkthrough:
         of: the model, its dtype and kernel, and the text.
         sizes: a row for X, Q, K, V and the head's output: name, shape, axes, and the source.
         steps: a row a key token: key_pos, key; score_raw = q·k and what it is made of, query_norm
-            |q|, key_norm |k| and cosine (|q|·|k|·cos θ = q·k); score = q·k·scaling; mask, 0 or
+            |q|, key_norm |k| and cosine (|q|·|k|·cos θ = q·k); score = q·k·scaling, capped and
+            with a bias where the model has these; mask, 0 or
             -inf; masked_score = score + mask; weight; value_norm |v|; weighted_norm = weight·|v|;
             share: the part of the head's output o that the key's weight·v makes along o, which
             sums to 1.
@@ -111,6 +112,7 @@ def walkthrough(
         "largest |o - the model's own head output|": (output - output_model).abs().max().item(),
         "bound on that difference": _bound(call, text, head, place),
         **_entropies(steps, attention.scaling),
+        **_of_sink(attention, at),
     }
     return Walkthrough(
         title=(
@@ -133,9 +135,9 @@ def _steps(attention: Attention, at: int, tokens: tuple[str, ...]) -> tuple[pd.D
     """The formula for the query at one position: a row a key; and the head's output, (Dv,)."""
     query, key, value = attention.query[0, at], attention.key[0], attention.value[0]  # (D,), (T, D)
     raw = key @ query  # (T,)
-    score = raw * attention.scaling
+    score = attention.scores[0, at]
     mask = torch.zeros_like(score).masked_fill(~attention.allowed[at], -torch.inf)
-    weight = softmax(score + mask)
+    weight = attention.weights[0, at]
     brought = weight[:, None] * value  # (T, Dv)
     output = brought.sum(0)
     columns = {
@@ -166,6 +168,12 @@ def _entropies(steps: pd.DataFrame, scaling: float) -> dict[str, float]:
         "entropy without it (nats)": _entropy(softmax(raw + mask)),
         f"the most an entropy can be here, ln {seen} (nats)": math.log(seen),
     }
+
+
+def _of_sink(attention: Attention, at: int) -> dict[str, float]:
+    if attention.sink is None:
+        return {}
+    return {"the sink's share, beside the keys'": float(attention.sink[0, at])}
 
 
 def _sizes(call: AttentionCall, head: int) -> pd.DataFrame:

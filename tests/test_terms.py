@@ -301,3 +301,40 @@ def test_sinks_for_each_query_are_rows_of_their_own():
         torch.testing.assert_close(each[1, at], alone[1, at])
     part = Terms(sinks=rows).within(1, [4, 2], slice(3, 8)).sinks
     assert torch.equal(part, rows[1:, [4, 2], 3:8])
+
+
+@pytest.mark.parametrize("make", [gemma2, gpt_oss])
+def test_tables_and_the_walkthrough_hold_the_terms(make):
+    cap = ap.capture(make(), IDS)
+    call = cap.calls[1]
+    frame = ap.table(cap, layer=1, head=4, text=0)
+    raw = (call.query[0, 4].double() @ call.key[0, 2].double().T)[
+        frame["query_pos"].to_numpy(), frame["key_pos"].to_numpy()
+    ]
+    torch.testing.assert_close(torch.tensor(frame["score_raw"].to_numpy()), raw)
+    walked = ap.walkthrough(cap, 6, 1, 4)
+    mine = frame[frame["query_pos"] == 6]
+    steps = walked.steps[walked.steps["mask"] == 0]
+    for name in ("score_raw", "score", "weight"):
+        assert np.allclose(steps[name], mine[name], rtol=1e-12), name
+    largest = walked.totals.set_index("name")["value"]
+    difference = largest["largest |o - the model's own head output|"]
+    assert difference <= largest["bound on that difference"]
+    if make is gpt_oss:
+        left = 1 - mine["weight"].sum()
+        assert np.allclose(mine["sink"], left)
+        assert np.isclose(largest["the sink's share, beside the keys'"], left)
+        wide = ap.table(cap, layer=1, head=4, text=0, wide=True)
+        assert np.allclose(wide.sum(axis=1), 1)
+        assert wide.columns[-1] == "<sink>"
+    else:
+        assert "sink" not in frame
+
+
+def test_pages_that_compute_the_plain_formula_refuse_terms():
+    cap = ap.capture(gemma2(), IDS)
+    for view in (ap.walkthrough_view, lambda cap: ap.neuron_view(cap, 0, 0)):
+        with pytest.raises(ap.InputError, match=r"in the page, and this model adds softcap: use"):
+            view(cap)
+    assert ap.attention_view(cap).html
+    assert ap.head_view(ap.capture(gpt_oss(), IDS)).html  # rows sum to less than 1

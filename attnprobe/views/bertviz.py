@@ -189,6 +189,8 @@ def neuron_view(
     )
     label_width = _label_width(picked.labels, size=15, least=120)
     found = [picked.attention(one) for one in picked.layers]
+    for one in found:
+        one.refuse_terms("neuron_view")
     params = {**_neuron_params(picked, found), "label_width": label_width}
     title = f"Neuron view: {picked.title}"
     body = (

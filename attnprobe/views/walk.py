@@ -140,24 +140,19 @@ def _refuse_bytes(picked: Selection, max_bytes: int) -> None:
         )
 
 
-def _rule(picked: Selection, layer: int) -> tuple[bool, int | None] | None:
-    """What layers with the same mask have in common; None where there are no facts."""
-    rule = picked.cap.call(layer).expected_mask
-    return None if rule is None else (rule.causal, rule.window)
-
-
 def _held(picked: Selection) -> dict[str, Any]:
     """Each layer's tensors; masks that layers share, and key heads that heads share, only once."""
     at = picked.cap.positions(picked.text)
-    masks: dict[Any, dict[str, Any]] = {}
+    masks: dict[bytes, dict[str, Any]] = {}
     layers = []
     for layer in picked.layers:
         found = picked.attention(layer)
+        found.refuse_terms("walkthrough_view")
         call = picked.cap.call(layer)
         assert call.head_output_model is not None
-        rule = _rule(picked, layer)
-        if rule not in masks:
-            masks[rule] = packed(found.allowed.cpu().numpy().astype(np.uint8))
+        allowed = found.allowed.cpu().numpy().astype(np.uint8)
+        rule = allowed.tobytes()
+        masks.setdefault(rule, packed(allowed))
         key_heads = key_heads_of(call, picked.heads)
         kept = list(dict.fromkeys(key_heads))
         serving = [key_heads.index(one) for one in kept]
