@@ -308,10 +308,8 @@ def test_tables_and_the_walkthrough_hold_the_terms(make):
     cap = ap.capture(make(), IDS)
     call = cap.calls[1]
     frame = ap.table(cap, layer=1, head=4, text=0)
-    raw = (call.query[0, 4].double() @ call.key[0, 2].double().T)[
-        frame["query_pos"].to_numpy(), frame["key_pos"].to_numpy()
-    ]
-    torch.testing.assert_close(torch.tensor(frame["score_raw"].to_numpy()), raw)
+    products = (call.query[0, 4].double() @ call.key[0, 2].double().T).numpy()
+    assert np.allclose(frame["score_raw"], products[frame["query_pos"], frame["key_pos"]])
     walked = ap.walkthrough(cap, 6, 1, 4)
     mine = frame[frame["query_pos"] == 6]
     steps = walked.steps[walked.steps["mask"] == 0]

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from attnprobe.basis import basis_of
 from attnprobe.errors import InputError, NonFiniteError
 from attnprobe.looking import position
+from attnprobe.masks import MaskRule
 from attnprobe.recompute import Which, key_heads_of
-from attnprobe.records import Capture, captured, whole
+from attnprobe.records import AttentionCall, Capture, captured, whole
 from attnprobe.views.colours import SIGNED, WEIGHTS
 from attnprobe.views.labels import columns_of, labels_of
 from attnprobe.views.messages import messages_in
@@ -128,7 +130,7 @@ def _refuse_bytes(picked: Selection, max_bytes: int) -> None:
             sizes = call.query.shape[-1] + call.value.shape[-1]
             kept = heads + len(set(key_heads_of(call, picked.heads[:heads])))
             vectors += kept * sizes  # query and output by head; key and value by key head
-            rules.add(_rule(picked, layer))
+            rules.add(_rule(call))
         return 4 * vectors * tokens + len(rules) * tokens * tokens
 
     held = size(len(picked.layers), len(picked.heads), len(picked.labels))
@@ -138,6 +140,14 @@ def _refuse_bytes(picked: Selection, max_bytes: int) -> None:
             f"({picked.title}), more than max_bytes ({max_bytes:,}). What fits: "
             f"{what_fits(picked, size, max_bytes, by_word=False)}. Or raise max_bytes"
         )
+
+
+def _rule(call: AttentionCall) -> Any:
+    """What layers with the same mask have in common."""
+    rule = basis_of(call).rule
+    if not isinstance(rule, MaskRule):
+        return call.layer
+    return rule.causal, rule.window, rule.ahead, rule.chunk
 
 
 def _held(picked: Selection) -> dict[str, Any]:
