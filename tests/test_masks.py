@@ -1,24 +1,28 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnprobe.masks import MaskRule, additive, disagreement
 
 
+@settings(deadline=None)  # the first call of torch takes its time
 @given(
     st.integers(1, 7),
     st.integers(0, 5),
     st.booleans(),
     st.none() | st.integers(1, 6),
+    st.none() | st.integers(0, 4),
+    st.none() | st.integers(1, 5),
     st.integers(0, 2**14 - 1),
 )
-def test_rule_equals_its_definition_by_loops(queries, offset, causal, window, bits):
+def test_rule_equals_its_definition_by_loops(queries, offset, causal, window, ahead, chunk, bits):
     keys = queries + offset
     padding = torch.tensor([[bool(bits >> j & 1) for j in range(keys)], [True] * keys])
-    rule = MaskRule(queries, keys, causal, window, padding, offset)
+    rule = MaskRule(queries, keys, causal, window, padding, offset, ahead, chunk)
     allowed = rule.allowed(keys=keys)
     for b in range(2):
+        first = padding[b].tolist().index(True) if padding[b].any() else 0
         for i in range(queries):
             for j in range(keys):
                 at = offset + i
@@ -27,6 +31,10 @@ def test_rule_equals_its_definition_by_loops(queries, offset, causal, window, bi
                     expected = expected and j <= at
                 if window is not None:
                     expected = expected and j >= at - window + 1
+                if ahead is not None:
+                    expected = expected and j <= at + ahead
+                if chunk is not None:
+                    expected = expected and (at - first) // chunk == (j - first) // chunk
                 assert allowed[b, 0, i, j] == expected
 
 
