@@ -77,7 +77,7 @@ def test_how_far_a_layer_sees(fields, index, causal, expected):
         ("bert", {"is_decoder": True}, True),
         ("bert-generation", {}, False),
         ("gemma3_text", {"use_bidirectional_attention": True}, False),
-        ("gemma3_text", {"use_bidirectional_attention": "vision"}, True),
+        ("gemma4_text", {"use_bidirectional_attention": "vision"}, True),
     ],
 )
 def test_which_architectures_are_causal(kind, fields, expected):
