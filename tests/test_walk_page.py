@@ -543,7 +543,7 @@ def test_the_still_picture_shows_the_same_strips(grouped, show):
         shown = [one.replace("−", "-").replace("∞", "inf") for one in drawn[first : first + 11]]
         assert [float(one) for one in shown] == pytest.approx(steps[column].tolist(), rel=0.05)
     assert drawn.count("−∞") == 7
-    assert view.still.count('fill="url(#masked)"') == 4 * 7
+    assert view.still.count('stroke="#c3cad3"') == 4 * 7
     assert len(view.still) < 40_000
     tab = show(f"<!DOCTYPE html><meta charset=utf-8><body>{view._repr_html_()}")
     tab.page.evaluate("document.querySelectorAll('style, iframe').forEach(one => one.remove())")
