@@ -26,7 +26,7 @@ function read(number, digits = 4) {
 // is no 1 but 1.000.
 function full(number) {
   const text = read(number), fixed = number.toPrecision(4);
-  const exact = Math.abs(number - fixed) <= 1e-9 * Math.abs(number);
+  const exact = Math.abs(number - fixed) <= 1e-6 * Math.abs(number); // as float32 is
   return exact || /[e∞–]/.test(text) || fixed.includes("e") ? text : fixed.replaceAll("-", "−");
 }
 const factor = number => (number < 0 ? `(${full(number)})` : full(number));
