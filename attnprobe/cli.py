@@ -212,7 +212,9 @@ def view(
     by_word: ByWord = False,
     word: Annotated[str | None, typer.Option(help="One word of the text.")] = None,
     nth: Annotated[int | None, typer.Option(help="Which of its occurrences, from 0.")] = None,
-    lang: Annotated[str | None, typer.Option(help="The language of the page's own words.")] = None,
+    lang: Annotated[
+        str | None, typer.Option(help="The labels' language: en, zh-Hant or ja.")
+    ] = None,
     out: Page = None,
     look: Open = False,
     model: Model = "bundled",
@@ -235,6 +237,10 @@ def view(
         if nth is not None and word is None:
             raise InputError("--nth goes with --word: it says which of the word's occurrences")
         check_shown(out, look, chosen.suffixes)
+        if lang is not None:
+            from attnprobe.views.messages import messages_in
+
+            messages_in(lang)  # refused before a model is loaded in vain
         cap = _capture(text, model, revision, dtype, attn, device)
         suffix = chosen.suffixes[0] if out is None else out.suffix.lower()
         with warnings_as_notes():

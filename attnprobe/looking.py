@@ -129,13 +129,16 @@ def position(words: Words, word: str | int, nth: int = 0) -> int:
     nth = whole(nth, "nth")
     asked = {word, word.strip()} - {""}  # as it stands in the text, or as tables show it
     found = [at for at, one in enumerate(words.words) if asked & {one.text, one.label}]
+    if not found and word.isdecimal():  # on a command line, a position is text as well
+        return chosen(int(word), len(read), "word")[0]
     if not found:
         near = difflib.get_close_matches(word.strip(), dict.fromkeys(read), n=5, cutoff=0.5)
         hint = f"near ones: {', '.join(near)}" if near else f"its words: {' | '.join(read[:20])}"
         hint += ". A position among the words, from 0, does as well"
         raise InputError(f"{word!r} is not a word of the text; {hint}")
     if not 0 <= nth < len(found):
-        raise InputError(f"{word!r} occurs {len(found)} times; nth counts from 0, got {nth}")
+        times = f"{len(found)} time{'' if len(found) == 1 else 's'}"
+        raise InputError(f"{word!r} occurs {times}; nth counts from 0, got {nth}")
     return found[nth]
 
 

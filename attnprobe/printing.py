@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import html
 import io
 import json
@@ -130,6 +131,12 @@ def write(out: Path, content: str | bytes) -> None:
     Raises:
         AttnprobeError: it cannot be written.
     """
+    try:
+        out = out.resolve()  # a link stays one
+        if not out.name or (out.exists() and not os.access(out, os.W_OK)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise AttnprobeError(f"cannot write {out}: {error.strerror}") from error
     beside = out.with_name(f".attnprobe.{os.getpid()}")  # short: the name itself may be too long
     try:
         beside.write_bytes(content if isinstance(content, bytes) else content.encode())

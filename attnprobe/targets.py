@@ -63,12 +63,14 @@ def check_table(out: Path | None, format: Format | None) -> Format | None:
     """The same for a table; give the format to write, which a name's ending says if nothing else.
 
     Raises:
-        InputError: as `check_file`; a name that says no format; parquet for a terminal, or without
-            pyarrow.
+        InputError: as `check_file`; a name that says no format, or another one; parquet for a
+            terminal, or without pyarrow.
     """
     if out is not None and format is None:
         check_file(out, tuple(_FORMATS))
         format = _FORMATS[out.suffix.lower()]
+    elif out is not None and _FORMATS.get(out.suffix.lower(), format) is not format:
+        raise InputError(f"--format {format} does not go with a name like {out.name}")
     if format is Format.PARQUET:
         if out is None:
             raise InputError("parquet is not for a terminal: name a file with --out")

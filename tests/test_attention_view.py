@@ -437,3 +437,48 @@ def test_nan_is_refused(cap):
     broken = replace(cap, calls=(cap.calls[0], call, cap.calls[2]))
     with pytest.raises(ap.NonFiniteError, match="layer 1"):
         ap.attention_view(broken)
+
+
+def test_a_text_from_right_to_left_stands_so(draw):
+    cap = ap.capture(ap.load("bundled"), "كان الأطفال يلعبون في الحديقة")
+    tab = draw(ap.attention_view(cap, layer=0, head=0, by="word"))
+    for layout in ("horizontal", "wrapped"):
+        choose(tab, layout=layout)
+        lefts = tab.page.locator("#words span").evaluate_all(
+            "all => all.map(one => one.getBoundingClientRect().x)"
+        )
+        assert lefts == sorted(lefts, reverse=True)
+        # Arcs go by the places of words within the text, as it is scrolled.
+        places = tab.page.evaluate("""places.map(one =>
+            one.x + document.getElementById("text").getBoundingClientRect().x)""")
+        assert places == pytest.approx(lefts, abs=0.01)
+    tab.page.keyboard.press("ArrowLeft")
+    assert tab.page.evaluate("state.chosen") == 0
+    tab.page.keyboard.press("ArrowLeft")
+    assert tab.page.evaluate("state.chosen") == 1
+    tab.page.keyboard.press("ArrowRight")
+    assert tab.page.evaluate("state.chosen") == 0
+
+
+def test_a_number_without_a_margin_is_right_to_its_last_digit(story, draw):
+    tab = draw(ap.attention_view(story))
+    every = """matrices.flatMap((one, head) => { state.head = head;
+        return Array.from(one.weights, (_, cell) =>
+            numberOf(Math.floor(cell / one.size), cell % one.size)); })"""
+    for layer in range(4):
+        choose(tab, layer=str(layer))
+        shown = tab.page.evaluate(every)
+        for said, weight in zip(shown, ap.weights(story, layer).flatten().tolist(), strict=True):
+            if said == "masked":
+                assert weight == 0
+            elif said == "< 0.001":
+                assert 0 < weight < 0.00102
+            else:
+                assert abs(float(said) - weight) <= 0.0005 + 0.00003
+
+
+def test_the_still_picture_has_the_heads_and_the_words(story):
+    still = ElementTree.fromstring(ap.attention_view(story, layer=2, head=[1, 5, 3]).still)
+    said = [one.text for one in still.iter() if one.text]
+    assert said[:4] == ["2.1", "2.5", "2.3", "2.1"]
+    assert said[4:] == [*story.words[0].tokens] * 2

@@ -462,3 +462,11 @@ def test_a_name_too_long_is_said(model: str, tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "File name too long" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_format_that_the_name_contradicts_is_refused(tmp_path):
+    out = tmp_path / "t.csv"
+    result = run("table", "a b", "--format", "json", "--out", str(out))
+    assert result.exit_code == 2
+    assert "--format json does not go with a name like t.csv" in result.stderr
+    assert not out.exists()

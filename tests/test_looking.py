@@ -1,4 +1,5 @@
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -220,3 +221,10 @@ def test_an_encoder_looks_both_ways():
     frame = ap.attended(cap, "6", top=9)
     assert sorted(frame.key_pos) == [0, 1, 2, 3]
     assert len(ap.attended_by(cap, "6", top=9)) == 4
+
+
+def test_a_position_may_be_said_as_text(cap):
+    by_number = ap.attended(cap, 2)
+    pd.testing.assert_frame_equal(ap.attended(cap, "2"), by_number)
+    with pytest.raises(ap.InputError, match="word 99 is out of range"):
+        ap.attended(cap, "99")

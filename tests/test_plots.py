@@ -382,3 +382,9 @@ def test_grid_refuses_too_many_weights_and_unlike_layers(cap, monkeypatch):
 def test_weights_of_half_precision_are_drawn_in_float64(gpt2):
     cap = ap.capture(gpt2(dtype=torch.bfloat16), TEXTS)
     assert cells(ap.heatmap(cap, 0, 0)).dtype == np.float64
+
+
+@pytest.mark.parametrize("vmax", ["x", 0, float("nan")])
+def test_a_scale_that_ends_nowhere_is_refused(cap, vmax):
+    with pytest.raises(ap.InputError, match="vmax must be a weight above 0, got"):
+        ap.heatmap(cap, 0, 0, vmax=vmax)

@@ -303,9 +303,36 @@ def test_save_writes_in_full_or_not_at_all(cap, tmp_path):
     with pytest.raises(ap.AttnprobeError, match="cannot write"):
         view.save(Path(tmp_path / "missing" / "view.html"))
     assert [one.name for one in tmp_path.iterdir()] == ["view.html"]
+    for name in ("", None, 3):
+        with pytest.raises(ap.InputError, match="expected the name of a file"):
+            view.save(name)
+
+
+def test_save_follows_a_link_and_leaves_what_may_not_be_written(cap, tmp_path, monkeypatch):
+    view = ap.head_view(cap, 0, 0)
+    (tmp_path / "link.html").symlink_to(tmp_path / "view.html")
+    view.save(tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "view.html").read_text(encoding="utf-8") == view.html
+    (tmp_path / "view.html").write_text("before")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # as for who is not root
+    with pytest.raises(ap.AttnprobeError, match=r"cannot write .*: Permission denied"):
+        view.save(tmp_path / "view.html")
+    assert (tmp_path / "view.html").read_text() == "before"
 
 
 # What is refused
+
+
+@pytest.mark.parametrize("name", ["head_view", "model_view", "neuron_view", "attention_view"])
+def test_what_is_no_capture_is_refused(name):
+    with pytest.raises(ap.InputError, match="expected a capture"):
+        getattr(ap, name)("text", 0, 0)
+
+
+def test_a_limit_of_nothing_is_refused(cap):
+    with pytest.raises(ap.InputError, match="max_lines must be at least 1, got 0"):
+        ap.head_view(cap, max_lines=0)
 
 
 def test_too_many_lines_are_refused_with_what_fits(gpt2):

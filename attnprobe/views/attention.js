@@ -118,15 +118,25 @@ function writeWords() {
   spans = labels.map((label, word) => make("span", {textContent: label || " ", dataset: {word}}));
   spans.by = state.by;
   at("words").replaceChildren(...spans);
+  at("text").dir = isRightToLeft() ? "rtl" : "ltr";
   placeWords();
   search();
 }
 
+// By the first letter that says so, as dir="auto" has it.
+function isRightToLeft() {
+  const first = labels.join(" ").match(/\p{Script=Hebrew}|\p{Script=Arabic}|\p{L}/u);
+  return first !== null && /[\p{Script=Hebrew}\p{Script=Arabic}]/u.test(first[0]);
+}
+
 function placeWords() {
   at("frame").className = state.layout;
-  places = spans.map(span => ({
-    x: span.offsetLeft, y: span.offsetTop, width: span.offsetWidth, height: span.offsetHeight,
-  }));
+  const text = at("text"), frame = text.getBoundingClientRect();
+  places = spans.map(span => {
+    const {left, top, width, height} = span.getBoundingClientRect();
+    const x = left - frame.left + text.scrollLeft, y = top - frame.top + text.scrollTop;
+    return {x, y, width, height};
+  });
 }
 
 function writeReadout() {
@@ -171,6 +181,11 @@ function chooseWord(word) {
   if (word !== null) spans[word].scrollIntoView({block: "nearest", inline: "nearest"});
 }
 
+function stepWord(step) {
+  const from = state.chosen ?? (step > 0 ? -1 : labels.length);
+  chooseWord(Math.max(0, Math.min(labels.length - 1, from + step)));
+}
+
 function chooseHead(head, alone = true) {
   choose({head, arcs: alone ? new Set([head]) : state.arcs.add(head)}, showHead);
 }
@@ -203,10 +218,6 @@ function search() {
 function nextHit() {
   const hits = search();
   if (hits.length) chooseWord(hits.find(word => word > (state.chosen ?? -1)) ?? hits[0]);
-}
-
-function move(list, value, step) {
-  return list[Math.max(0, Math.min(list.length - 1, list.indexOf(value) + step))];
 }
 
 // Controls.
@@ -245,8 +256,8 @@ function writeControls() {
 }
 
 const KEYS = {
-  ArrowLeft: () => chooseWord(Math.max(0, (state.chosen ?? labels.length) - 1)),
-  ArrowRight: () => chooseWord(Math.min(labels.length - 1, (state.chosen ?? -1) + 1)),
+  ArrowLeft: () => stepWord(isRightToLeft() ? 1 : -1),
+  ArrowRight: () => stepWord(isRightToLeft() ? -1 : 1),
   ArrowUp: () => chooseHead(Math.max(0, state.head - 1)),
   ArrowDown: () => chooseHead(Math.min(DATA.heads.length - 1, state.head + 1)),
   PageUp: () => stepMenu("layer", -1),

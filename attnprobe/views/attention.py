@@ -14,16 +14,17 @@ from attnprobe.records import Capture
 from attnprobe.views.colours import colours
 from attnprobe.views.page import View, own_page, packed
 from attnprobe.views.selection import Selection, pairs, refuse_size
-from attnprobe.views.still import grid
+from attnprobe.views.still import grid, heads_and_words
 from attnprobe.words import By
 
 WEIGHTS = 40_000_000
 """The most weights in a page unless told otherwise: six layers of 12 heads at 1,024 tokens."""
 
 _FINE_WEIGHTS = 250_000  # up to so many, a page is small whatever it holds
-_FINE, _COARSE = 4095, 127  # levels of a weight, in 16 bits and in 8
+_FINE, _COARSE = 65_000, 127  # levels of a weight, in 16 bits and in 8
 _REST_STEPS = 3000
 _NOTHING = 65535  # code of a rest of 0
+_MOST_LABELS = 80  # of a still picture
 _WIDEST = 40  # labels, in columns
 
 _HINT = (
@@ -70,7 +71,7 @@ def attention_view(
 
     Returns:
         A `View`: shows itself in a notebook, and saves itself as a page. Of up to 250,000 weights
-        it holds each to within 0.0003; of more, to within √weight / 127, and says so beside each
+        it holds each to within 0.00002; of more, to within √weight / 127, and says so beside each
         number.
 
     Raises:
@@ -101,12 +102,19 @@ def attention_view(
         "colours": by_head,
     }
     title = f"Attention view: {picked.title}"
+    height = 480 + max(320, min(520, 26 * len(picked.labels) + 60))
     header = f"<header>{html.escape(title)}. {_HINT}</header>"
     parts = ("attention_data", "attention_draw")
     drawn = own_page(title, "attention", f"{header}\n{_BODY}", data, parts=parts)
-    shown = first_layer.shown(by)[0]  # (h, N, N)
-    titles = [[f"{picked.layers[0]}.{one}" for one in picked.heads]]
-    return View(title, drawn, 900, grid(shown[None], titles, by_head[:1]))
+    return View(title, drawn, height, _still(picked, first_layer.shown(by)[0], by_head))
+
+
+def _still(picked: Selection, shown: Tensor, by_head: list[str]) -> str:
+    """The picture of one layer, (h, N, N): its heads, and the first of them with its words."""
+    titles = [f"{picked.layers[0]}.{one}" for one in picked.heads]
+    if len(picked.labels) > _MOST_LABELS:
+        return grid(shown[None], [titles], by_head[:1])
+    return heads_and_words(shown, titles, by_head, picked.labels)
 
 
 def _weights(picked: Selection) -> tuple[dict[str, Any], Attention]:

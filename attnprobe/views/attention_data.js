@@ -87,8 +87,10 @@ function errorOf(tokens, shown, query, key, byWord, scaled) {
   const error = meanOver(members(key)), left = shown.rest[query];
   if (!scaled || left === 0) return error;
   const weight = Math.max(0, shown.weights[query * shown.size + key]);
-  const ofRest = 0.5 / DATA.rest_steps + meanOver(members(DATA.word_of[0]).slice(1)) / left;
-  return error / left + weight * ofRest;
+  // What is left is the mean of what the tokens leave, less the first word's other tokens.
+  const coded = queries.reduce((sum, one) => sum + tokens.rest[one], 0) / queries.length;
+  const ofLeft = 0.5 / DATA.rest_steps * coded + meanOver(members(DATA.word_of[0]).slice(1));
+  return (error + weight * ofLeft) / left;
 }
 
 // What a query attends to, or what attends to a key: [position, weight], strongest first.
@@ -105,5 +107,5 @@ function strongest({weights, size}, at, reverse, count) {
 function shownWeight(weight, error) {
   if (weight === MASKED) return "masked";
   const read = weight > 0 && weight < 0.001 ? "< 0.001" : weight.toFixed(3);
-  return error < 0.0005 || read[0] === "<" ? read : `${read} ± ${error.toFixed(3)}`;
+  return error < 0.0001 || read[0] === "<" ? read : `${read} ± ${error.toPrecision(1)}`;
 }

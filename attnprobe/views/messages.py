@@ -161,9 +161,10 @@ def messages_in(lang: str) -> tuple[str, dict[str, str]]:
     Raises:
         InputError: no such language.
     """
-    tag = _OTHER_NAMES.get(lang, lang)
-    if tag not in LANGUAGES:
-        known = ", ".join(map(repr, (*LANGUAGES, *_OTHER_NAMES)))
+    tags = {name: name for name in LANGUAGES} | _OTHER_NAMES
+    tag = {name.lower(): tag for name, tag in tags.items()}.get(str(lang).lower())
+    if tag is None:
+        known = ", ".join(map(repr, tags))
         raise InputError(f"lang must be one of {known}, got {lang!r}")
     column = LANGUAGES.index(tag)
     return tag, {name: row[column] for name, row in MESSAGES.items()}

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from attnprobe.errors import InputError
 from attnprobe.printing import write
 
 _HIGHEST = 900  # pixels of a frame in a notebook; what is higher scrolls
@@ -43,8 +44,10 @@ class View:
         """Write the page to a file, in full or not at all.
 
         Raises:
-            AttnprobeError: it cannot be written.
+            AttnprobeError: it cannot be written, or is no name of a file.
         """
+        if not isinstance(path, str | Path) or not str(path):
+            raise InputError(f"expected the name of a file to save to, got {path!r}")
         write(Path(path), self.html)
 
     def _repr_html_(self) -> str:

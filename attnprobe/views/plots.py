@@ -11,7 +11,7 @@ import numpy as np
 
 from attnprobe.errors import InputError
 from attnprobe.recompute import Attention, Which, chosen
-from attnprobe.records import Capture
+from attnprobe.records import Capture, captured
 from attnprobe.words import By
 
 _DOTS = 150  # an inch, of a picture in dots
@@ -128,7 +128,7 @@ def picture(drawn: Axes | np.ndarray, format: str) -> bytes:
 
 
 def _chosen(cap: Capture, layer: Which, head: Which) -> tuple[list[int], list[int]]:
-    layers = chosen(layer, cap.layers, "layer")
+    layers = chosen(layer, captured(cap).layers, "layer")
     counts = sorted({cap.call(one).heads for one in layers})
     if len(counts) > 1:
         raise InputError(
@@ -170,8 +170,8 @@ def _sheet(
 
     if vmax is None:
         vmax = max(float(panel.weights.max()) for row in panels for panel in row)
-    elif not (math.isfinite(vmax) and vmax > 0):
-        raise InputError(f"vmax must be a weight above 0, got {vmax}")
+    elif not (isinstance(vmax, int | float) and math.isfinite(vmax) and vmax > 0):
+        raise InputError(f"vmax must be a weight above 0, got {vmax!r}")
     name = _shortened(cap.lm.name, LONGEST_NAME) if cap.lm is not None else ""
     heading = ", ".join(filter(None, (name, which)))
     letters = fonts.legible([heading, *cap.words_of(text).labels(by)])

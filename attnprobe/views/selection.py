@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnprobe.errors import InputError, NonFiniteError
 from attnprobe.recompute import Attention, Which, chosen
-from attnprobe.records import Capture
+from attnprobe.records import Capture, captured, whole
 from attnprobe.views.labels import labels_of
 from attnprobe.words import By
 
@@ -41,7 +41,7 @@ class Selection:
         """
         if by not in ("token", "word"):
             raise InputError(f"by must be 'token' or 'word', got {by!r}")
-        labels = labels_of(cap, by, text, columns)
+        labels = labels_of(captured(cap), by, text, columns)
         layers = chosen(layer, cap.layers, "layer")
         counts = {cap.call(one).heads for one in layers}
         if len(counts) > 1:
@@ -112,6 +112,8 @@ def refuse_size(
     Raises:
         InputError: more than `most`.
     """
+    if whole(most, f"max_{what}") < 1:
+        raise InputError(f"max_{what} must be at least 1, got {most}")
     lines = drawn(len(picked.layers), len(picked.heads), len(picked.labels))
     if lines <= most:
         return

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnprobe.views.labels import columns_of
+
 LINES = 3_000
 """The most lines in a picture, the strongest weights; more only where the weakest are equal."""
 
@@ -46,14 +48,20 @@ def one_panel(
     """A text twice, and between them the lines of some heads: weights are (h, N, N)."""
     height = len(labels) * _STEP
     panel = Panel(title, label_width, 24, 130, height, weights, colours)
+    return _picture(
+        [panel], _both_sides(labels, label_width, 24), 2 * label_width + 130, height + 30
+    )
+
+
+def _both_sides(labels: Sequence[str], label_width: int, top: int) -> str:
+    """The words to the left and right of a panel that begins at some height."""
     columns = (("end", label_width - 6), ("start", label_width + 136))
-    words = "".join(
-        f'<text x="{x}" y="{28 + (at + 0.5) * _STEP}" text-anchor="{anchor}">'
+    return "".join(
+        f'<text x="{x}" y="{top + 4 + (at + 0.5) * _STEP}" text-anchor="{anchor}">'
         f"{escaped(label)}</text>"
         for anchor, x in columns
         for at, label in enumerate(labels)
     )
-    return _picture([panel], words, 2 * label_width + 130, height + 30)
 
 
 def grid(weights: Tensor, titles: Sequence[Sequence[str]], colours: Sequence[str]) -> str:
@@ -77,6 +85,31 @@ def grid(weights: Tensor, titles: Sequence[Sequence[str]], colours: Sequence[str
         for column in range(columns)
     ]
     return _picture(panels, "", columns * width, rows * (height + 24))
+
+
+def heads_and_words(
+    weights: Tensor, titles: Sequence[str], colours: Sequence[str], labels: Sequence[str]
+) -> str:
+    """A small panel for each head, in its colour, and below the first one large: (h, N, N)."""
+    side, across = 100, min(len(titles), 9)
+    panels = [
+        Panel(
+            title,
+            at % across * (side + 12) + 6,
+            at // across * (side + 26) + 20,
+            side,
+            side,
+            weights[at, None],
+            colours[at : at + 1],
+        )
+        for at, title in enumerate(titles)
+    ]
+    top = -(-len(titles) // across) * (side + 26) + 30
+    label_width = 10 * max(map(columns_of, labels)) + 10
+    height = len(labels) * _STEP
+    panels.append(Panel(titles[0], label_width, top, 130, height, weights[:1], colours[:1]))
+    width = max(across * (side + 12), 2 * label_width + 136)
+    return _picture(panels, _both_sides(labels, label_width, top), width, top + height + 6)
 
 
 def lines_of_text(text: str) -> str:

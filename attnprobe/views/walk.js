@@ -21,7 +21,15 @@ function read(number, digits = 4) {
     : String(+number.toPrecision(digits));
   return text.replaceAll("-", "−");
 }
-const factor = number => (number < 0 ? `(${read(number)})` : read(number));
+
+// The same for a calculation: a number that was rounded keeps all of its digits, so that 0.99998
+// is no 1 but 1.000.
+function full(number) {
+  const text = read(number), fixed = number.toPrecision(4);
+  const exact = Math.abs(number - fixed) <= 1e-6 * Math.abs(number); // as float32 is
+  return exact || /[e∞–]/.test(text) || fixed.includes("e") ? text : fixed.replaceAll("-", "−");
+}
+const factor = number => (number < 0 ? `(${full(number)})` : full(number));
 
 // The formula
 
@@ -132,18 +140,18 @@ function tokenLines(name, i) {
   const {layer, raw, score, masked, weight, value_norm} = found;
   const cosine = raw[i] / (found.query_norm * found.key_norm[i]);
   const lines = {
-    raw: ["raw_how", `q·k = |q| · |k| · cos θ = ${read(found.query_norm)} × `
-      + `${read(found.key_norm[i])} × ${factor(cosine)} = ${read(raw[i])}`],
-    score: ["score_how", `${read(raw[i])} × ${read(layer.scaling)} = ${read(score[i])}`],
+    raw: ["raw_how", `q·k = |q| · |k| · cos θ = ${full(found.query_norm)} × `
+      + `${full(found.key_norm[i])} × ${factor(cosine)} = ${full(raw[i])}`],
+    score: ["score_how", `${full(raw[i])} × ${full(layer.scaling)} = ${full(score[i])}`],
     masked: found.allowed[i]
-      ? ["seen_how", `${read(score[i])} + 0 = ${read(masked[i])}`]
-      : ["hidden_how", `${read(score[i])} + (−∞) = −∞`],
-    weight: ["weight_how", `e^(${read(masked[i])} − ${factor(found.most)}) / `
-      + `${read(found.total, 6)} = ${read(weight[i])}`],
+      ? ["seen_how", `${full(score[i])} + 0 = ${full(masked[i])}`]
+      : ["hidden_how", `${full(score[i])} + (−∞) = −∞`],
+    weight: ["weight_how", `e^(${full(masked[i])} − ${factor(found.most)}) / `
+      + `${read(found.total, 6)} = ${full(weight[i])}`],
     brought: ["brought_how",
-      `a·|v| = ${read(weight[i])} × ${read(value_norm[i])} = ${read(found.brought[i])}`],
-    share: ["share_how", `(a·v)·o / |o|² = ${read(found.along[i])} / `
-      + `${read(found.squared)} = ${read(found.share[i])}`],
+      `a·|v| = ${full(weight[i])} × ${full(value_norm[i])} = ${full(found.brought[i])}`],
+    share: ["share_how", `(a·v)·o / |o|² = ${full(found.along[i])} / `
+      + `${full(found.squared)} = ${full(found.share[i])}`],
   };
   const names = Object.keys(lines);
   return names.slice(0, names.indexOf(name) + 1)
@@ -156,17 +164,17 @@ function componentLines(i) {
     .filter((_, j) => found.allowed[j])
     .sort((one, other) => Math.abs(other.value) - Math.abs(one.value));
   const first = terms.slice(0, 4).map(({token}) =>
-    `${read(weight[token])} × ${factor(values[token][i])} (${apart(DATA.tokens[token])})`);
+    `${full(weight[token])} × ${factor(values[token][i])} (${apart(DATA.tokens[token])})`);
   const rest = terms.slice(4);
   if (rest.length) {
-    const value = read(sum(rest.map(one => one.value)));
+    const value = full(sum(rest.map(one => one.value)));
     first.push(`(${say("others", {count: rest.length, value})})`);
   }
-  const difference = read(Math.abs(o[i] - o_model[i]));
+  const difference = full(Math.abs(o[i] - o_model[i]));
   return [
-    [5, say("o_how"), `o[${i}] = Σ a·v[${i}] = ${first.join(" + ")} = ${read(o[i])}`],
+    [5, say("o_how"), `o[${i}] = Σ a·v[${i}] = ${first.join(" + ")} = ${full(o[i])}`],
     [5, say("o_model_how"),
-      `${read(o_model[i])}; |${read(o[i])} − ${factor(o_model[i])}| = ${difference}`],
+      `${full(o_model[i])}; |${full(o[i])} − ${factor(o_model[i])}| = ${difference}`],
   ];
 }
 
@@ -399,11 +407,12 @@ function pressed(event) {
   if (event.target.tagName === "INPUT") return;
   if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
   const cell = event.target.closest("td");
-  const sideways = step => (cell ? goCell(cell, step) : goWord(step));
+  const rightToLeft = getComputedStyle(document.getElementById("sentence")).direction === "rtl";
+  const sideways = step => (cell ? goCell(cell, step) : goWord(rightToLeft ? -step : step));
   const moves = {
     ArrowLeft: () => sideways(-1), ArrowRight: () => sideways(1),
-    ArrowUp: () => go({head: at.head + 1}), ArrowDown: () => go({head: at.head - 1}),
-    PageUp: () => go({layer: at.layer + 1}), PageDown: () => go({layer: at.layer - 1}),
+    ArrowUp: () => go({head: at.head - 1}), ArrowDown: () => go({head: at.head + 1}),
+    PageUp: () => go({layer: at.layer - 1}), PageDown: () => go({layer: at.layer + 1}),
   };
   if (moves[event.key]?.()) event.preventDefault();
 }
