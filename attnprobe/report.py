@@ -128,11 +128,17 @@ class VerificationReport:
         )
 
     def _gaps(self) -> str:
-        """The checks of which nothing was compared."""
-        verdicts: dict[str, set[str]] = {}
+        """The checks of which nothing was compared, or not in every layer."""
+        verdicts: dict[str, list[str]] = {}
         for row in self.rows:
-            verdicts.setdefault(row.check, set()).add(row.verdict)
-        gaps = [check for check, found in verdicts.items() if found == {"not_checked"}]
+            verdicts.setdefault(row.check, []).append(row.verdict)
+        gaps = []
+        for check, found in verdicts.items():
+            missing = found.count("not_checked")
+            if missing == len(found):
+                gaps.append(check)
+            elif missing:
+                gaps.append(f"{check} in {missing} of {len(found)}")
         return f"; not checked: {', '.join(gaps)}" if gaps else ""
 
     def to_frame(self) -> pd.DataFrame:

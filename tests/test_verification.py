@@ -311,6 +311,8 @@ def test_the_summary_says_what_was_not_checked(gpt2):
     cap = ap.capture(gpt2(), TEXTS[0])
     assert ap.verify(cap).summary.endswith("; not checked: weights")
     assert "all 3 layers and 18 heads" in ap.verify(cap).summary
+    unknown = changed(cap, 1, expected_mask=None)
+    assert ap.verify(unknown).summary.endswith("; not checked: mask in 1 of 3, weights")
     cap.lm.model.config.num_hidden_layers = 5  # as in a hybrid: two layers without attention
     assert "3 attention layers and 18 heads (the model has 5 layers)" in ap.verify(cap).summary
 
