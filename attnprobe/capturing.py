@@ -110,7 +110,7 @@ def _refuse_autocast(model: nn.Module) -> None:
 def _refuse_nonfinite(cap: Capture) -> None:
     """Refuse NaN and infinity, in tokens' rows of what was computed; name the first bad weight."""
     for call in cap.calls:
-        rows = cap.padding if call.in_encoder else cap.output_padding
+        rows = cap.padding if call.part == "encoder" else cap.output_padding
         by_row = {"query": call.query, "head output": call.head_output_model}
         for what, tensor in by_row.items():
             if tensor is None or torch.isfinite(tensor).all():

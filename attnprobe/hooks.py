@@ -133,7 +133,9 @@ class _Interception:
     frames: list[dict[str, Any]] = field(default_factory=list)  # arguments of the models running
     inside: list[_Entered] = field(default_factory=list)  # attention modules running
     unseen: list[UnseenAttention] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)  # calls so far in this forward, by kind
+    counts: dict[tuple[str, bool | None], int] = field(
+        default_factory=dict
+    )  # calls in this forward
     step: int = -1
     encoder: str = ""  # how the names of an encoder-decoder's encoder's modules begin
 
@@ -166,15 +168,20 @@ class _Interception:
     def leave_attention(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         entered = self.inside.pop()
         if not entered.called and output is not None:  # None: an exception came first
-            layer = self._count(entered.kind)
+            layer = self._count(entered.kind, module)
             self.unseen.append(UnseenAttention(layer, self.names[module]))
         if self.leave is not None:
             self.leave(module, output)
 
-    def _count(self, kind: str) -> int:
-        layer = self.counts.get(kind, 0)
-        self.counts[kind] = layer + 1
+    def _count(self, kind: str, module: nn.Module) -> int:
+        """The number of a module's call among those of its part of the model."""
+        part = (kind, self._in_encoder(module))
+        layer = self.counts.get(part, 0)
+        self.counts[part] = layer + 1
         return layer
+
+    def _in_encoder(self, module: nn.Module) -> bool | None:
+        return self.names[module].startswith(self.encoder) if self.encoder else None
 
     def record(self, kernel: str, module: nn.Module, arguments: dict[str, Any]) -> AttentionCall:
         """The call's inputs and facts, from what the kernel is about to be given."""
@@ -183,7 +190,7 @@ class _Interception:
         kind: Kind = entered.kind if entered is not None else "self"
         if entered is not None:
             entered.called = True
-        layer = self._count(kind)
+        layer = self._count(kind, module)
         query, key, value = (arguments[name].detach() for name in ("query", "key", "value"))
         shape = (key.shape[0], query.shape[2], key.shape[2])
         cached = next((arg for arg in own.values() if isinstance(arg, Cache)), None)
@@ -209,7 +216,7 @@ class _Interception:
             mask=_detached(mask),
             is_causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
             expected_mask=facts.mask_rule(module, config, index, kind, shape, self.frames),
-            in_encoder=bool(self.encoder) and self.names[module].startswith(self.encoder),
+            in_encoder=self._in_encoder(module),
             step=max(self.step, 0),
             terms=Terms(
                 softcap=arguments.get("softcap"),

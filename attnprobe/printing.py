@@ -40,12 +40,13 @@ def report_text(report: VerificationReport, text: str, width: int | None = None)
     lines += ["", _grid(_COLUMNS[:-1], (row[:-1] for row in cells), _COLUMNS[1:6], width), ""]
     for check, layer, *_, verdict, reason in cells:
         if reason:
-            at = f", layer {layer}" if layer.isdigit() else ""
+            at = f", layer {layer}" if layer[-1:].isdigit() else ""
             lines.append(f"{check}{at}: {verdict}: {reason}")
     worst = _worst_head(report)
     if worst is not None:
+        part = f"{worst.part} " if worst.part else ""
         lines.append(
-            f"worst head: layer {worst.layer}, head {worst.head} ({worst.check}): error "
+            f"worst head: {part}layer {worst.layer}, head {worst.head} ({worst.check}): error "
             f"{worst.error:.1e} is {ratio_text(worst.ratio)} of its bound {worst.bound:.1e}"
         )
     return "\n".join([*lines, report.summary])
@@ -154,7 +155,7 @@ def _by_layer(report: VerificationReport) -> list[tuple[str, ...]]:
     """
     lines: dict[tuple[str, ...], None] = {}
     for row in report.by_layer().rows:
-        layer = "" if row.layer is None else str(row.layer)
+        layer = "" if row.layer is None else f"{row.part} {row.layer}".strip()
         head = "" if row.head is None else str(row.head)
         numbers = (f"{row.error:.1e}", f"{row.bound:.1e}", ratio_text(row.ratio))
         if row.verdict == "not_checked":

@@ -54,7 +54,7 @@ class AttentionCall:
     """
 
     layer: int
-    """Layer, counted from 0 by order of calls of this `kind` within one forward."""
+    """Layer, counted from 0 by order of calls of this `part` within one forward."""
     name: str
     """The attention module's name in the model, such as `transformer.h.0.attn`."""
     kind: Literal["self", "cross"]
@@ -74,8 +74,8 @@ class AttentionCall:
     expected_mask: MaskRule | None
     """M rebuilt from facts: padding, causality, window, cache offset; None where the caller gave a
     mask of more than (B, S), so that there are no facts to rebuild it from."""
-    in_encoder: bool = False
-    """Whether it is a call of an encoder-decoder's encoder."""
+    in_encoder: bool | None = None
+    """Whether it is a call of an encoder-decoder's encoder; None of other models."""
     step: int = 0
     """Which forward of the model, counted from 0 since the probe was opened."""
     terms: Terms = PLAIN
@@ -98,6 +98,13 @@ class AttentionCall:
     def __repr__(self) -> str:
         shapes = f"query {tuple(self.query.shape)}, key {tuple(self.key.shape)}"
         return f"AttentionCall({self.name}, layer {self.layer}, step {self.step}, {shapes})"
+
+    @property
+    def part(self) -> str:
+        """Of an encoder-decoder: encoder, decoder or cross; empty of other models."""
+        if self.kind == "cross":
+            return "cross"
+        return {None: "", True: "encoder", False: "decoder"}[self.in_encoder]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -192,13 +199,9 @@ class Capture:
         return self.target
 
     def _part(self, part: Literal["encoder", "decoder"], target: Target) -> Capture:
-        own = [
-            call
-            for call in self.calls
-            if call.kind == "self" and call.in_encoder == (part == "encoder")
-        ]
-        calls = tuple(replace(call, layer=at) for at, call in enumerate(own))
-        return replace(self, calls=calls, part=part)
+        return replace(
+            self, calls=tuple(call for call in self.calls if call.part == part), part=part
+        )
 
     @property
     def output_padding(self) -> Tensor:
@@ -223,8 +226,11 @@ class Capture:
         """The attention call of one layer.
 
         Raises:
-            InputError: the layer is out of range; the message says the range.
+            InputError: the layer is out of range (the message says the range); self-attention of an
+                encoder-decoder's capture as a whole.
         """
+        if kind == "self":
+            self._refuse_both()
         layer = whole(layer, "layer")
         calls = {call.layer: call for call in self.calls if call.kind == kind}
         for unseen in self.unseen:

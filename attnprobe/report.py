@@ -30,6 +30,8 @@ class Row:
     error: float = math.nan
     bound: float = math.nan
     reason: str = ""
+    part: str = ""
+    """Of an encoder-decoder: encoder, decoder or cross, each with its own layers from 0."""
 
     @property
     def ratio(self) -> float:
@@ -118,8 +120,9 @@ class VerificationReport:
 
     def _extent(self) -> str:
         heads = sum(row.check == "output" for row in self.rows)
-        layers = len({row.layer for row in self.rows if row.check == "output"})
-        every = self.model_layers in (None, layers)
+        layers = len({(row.part, row.layer) for row in self.rows if row.check == "output"})
+        several = any(row.part for row in self.rows)  # each with its own number of layers
+        every = several or self.model_layers in (None, layers)
         return (
             f"all {layers} layers and {heads} heads"
             if every
@@ -144,15 +147,17 @@ class VerificationReport:
     def to_frame(self) -> pd.DataFrame:
         """A row per comparison: check, layer, head, error, bound, ratio, verdict, reason.
 
-        `layer` and `head` are nullable Int64, `error`, `bound` and `ratio` float64.
+        `layer` and `head` are nullable Int64, `error`, `bound` and `ratio` float64. Of an
+        encoder-decoder, part stands before layer.
         """
         records = [asdict(row) | {"ratio": row.ratio, "verdict": row.verdict} for row in self.rows]
-        frame = pd.DataFrame(records, columns=COLUMNS)
+        parts = ["part"] if any(row.part for row in self.rows) else []
+        frame = pd.DataFrame(records, columns=[COLUMNS[0], *parts, *COLUMNS[1:]])
         return frame.astype({"layer": "Int64", "head": "Int64"})
 
     def by_layer(self) -> VerificationReport:
         """Only the row of each check and layer that stands worst against its bound."""
-        return self._worst_of(lambda row: (row.check, row.layer))
+        return self._worst_of(lambda row: (row.check, row.part, row.layer))
 
     def by_check(self) -> VerificationReport:
         """Only the row of each check that stands worst against its bound."""
@@ -212,7 +217,7 @@ def _badness(row: Row) -> float:
 
 
 def _place(row: Row) -> str:
-    layer = "" if row.layer is None else f", layer {row.layer}"
+    layer = "" if row.layer is None else f", {row.part} layer {row.layer}".replace("  ", " ")
     head = "" if row.head is None else f", head {row.head}"
     return f"{row.check}{layer}{head}"
 

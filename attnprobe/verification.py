@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def verify(
     for number, call in enumerate(cap.calls):
         for name in checks:
             if name in BY_CALL:
-                rows += BY_CALL[name](call)
+                rows += [replace(row, part=call.part) for row in BY_CALL[name](call)]
         left_out += rows_left_out(call)
         if progress:
             progress(f"layer {call.layer}", number + 1, total)

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from transformers import BartConfig, BartForConditionalGeneration
 
 import attnprobe as ap
 from attnprobe.report import COLUMNS, Row, VerificationReport
@@ -476,3 +477,54 @@ def test_one_word_and_heads_of_nothing_but_zeros_are_verified(gpt2):
         model.transformer.h[1].attn.c_attn.weight[:, 120:130] = 0.0  # head 0's values
         model.transformer.h[1].attn.c_attn.bias[120:130] = 0.0
     assert ap.verify(ap.capture(model, TEXTS)).passed
+
+
+def test_an_encoder_decoder_has_three_parts_each_with_its_layers():
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=101,
+        d_model=60,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=6,
+        decoder_attention_heads=5,
+        encoder_ffn_dim=70,
+        decoder_ffn_dim=50,
+        init_std=0.5,
+    )
+    model = BartForConditionalGeneration(config).eval()
+    target = [[3, 7, 61, 12], [9, 4, 8, 2, 6, 5]]
+    cap = ap.capture(model, TEXTS, target=target)
+    report = ap.verify(cap)
+    assert report.passed, report
+    assert "all 8 layers and 42 heads" in report.summary
+    frame = report.to_frame()
+    found = frame[frame.check == "output"].groupby("part").layer.agg(["nunique", "count"])
+    assert found.loc[["encoder", "decoder", "cross"]].to_numpy().tolist() == [
+        [2, 12],
+        [3, 15],
+        [3, 15],
+    ]
+    assert frame[frame.check == "mask"].verdict.eq("verified").all()
+    assert [len(one.calls) for one in (cap.encoder, cap.decoder)] == [2, 3]
+    assert [call.layer for call in cap.decoder.calls] == [0, 1, 2]
+    assert ap.weights(cap.encoder, 1, text=1).shape == (6, len(TEXTS[1]), len(TEXTS[1]))
+    weights = ap.weights(cap.decoder, 2, text=1)
+    assert weights.shape == (5, 6, 6)
+    assert (weights.triu(1) == 0).all()  # the decoder is causal, the encoder not
+    assert ap.weights(cap.encoder, 1).triu(1).max() > 0
+    assert ap.table(cap.decoder, 0, 0, text=0)["query"].unique().tolist() == ["3", "7", "61", "12"]
+    assert "verify the whole" in ap.verify(cap.decoder).to_frame().reason.iloc[-1]
+    with pytest.raises(ap.InputError, match=r"look at cap\.encoder or cap\.decoder"):
+        ap.weights(cap, 0)
+    with pytest.raises(ap.InputError, match="has no encoder and decoder"):
+        _ = cap.decoder.encoder
+    with pytest.raises(ap.InputError, match=r"capture\(lm, text, target=…\)"):
+        ap.capture(model, TEXTS)
+    with pytest.raises(ap.InputError, match="got 2 texts and 1 targets"):
+        ap.capture(model, TEXTS, target=target[:1])
+
+
+def test_a_target_is_for_encoder_decoders_only(gpt2):
+    with pytest.raises(ap.InputError, match="has no decoder to give a target to"):
+        ap.capture(gpt2(), TEXTS, target=TEXTS)
