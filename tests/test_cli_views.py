@@ -151,10 +151,10 @@ def test_a_kind_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     takes = ("word", "layer", "head", "nth", "lang", "by")
     monkeypatch.setattr(ap, "drawn", drawn, raising=False)
     monkeypatch.setitem(kinds.KINDS, "walk", kinds._view("drawn", *takes))
-    options = ("--word", "green", "--nth", "0", "--lang", "de", "--layer", "0", "--by-word")
+    options = ("--word", "green", "--nth", "0", "--lang", "ja", "--layer", "0", "--by-word")
     out = tmp_path / "walk.html"
     assert run("view", TEXT, "--kind", "walk", *options, "--out", str(out)).exit_code == 0
-    wanted = {"word": "green", "nth": 0, "lang": "de", "layer": 0, "head": None, "by": "word"}
+    wanted = {"word": "green", "nth": 0, "lang": "ja", "layer": 0, "head": None, "by": "word"}
     assert got == wanted
 
 
