@@ -1,9 +1,10 @@
 """See each attention call of a model as it runs: `probe`; or put another in its place.
 
-The only module that knows where transformers computes attention: every model asks
-`AttentionInterface.get_interface` for a kernel and calls it with query, key, value and mask. While
+The only module that knows where transformers computes attention: most models ask
+`AttentionInterface.get_interface` for a kernel and call it with query, key, value and mask. While
 an interception is open, what that returns is wrapped; the kernel, its inputs and its output stay
 the model's own. Forward hooks on the attention modules give what lies on either side of the kernel.
+Modules that compute a softmax by themselves are followed (see `attnprobe.following`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from attnprobe import facts
+from attnprobe.following import Following, computes_softmax
 from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, UnseenAttention
 from attnprobe.rounding import operand_unit
@@ -107,11 +109,17 @@ def replaced(model: nn.Module, kernel: Callable[[AttentionCall], Tensor]) -> Ite
 
 @dataclass(eq=False)
 class _Entered:
-    """An attention module that is running, with its arguments."""
+    """An attention module that is running, with its arguments.
+
+    `asks` says whether it should ask for a kernel, `asked` whether attention of it was seen, and
+    `refused` why some was not.
+    """
 
     module: nn.Module
     arguments: dict[str, Any]
-    called: bool = False
+    asks: bool
+    asked: bool = False
+    refused: str = ""
 
     @property
     def kind(self) -> Kind:
@@ -134,9 +142,11 @@ class _Interception:
     unseen: list[UnseenAttention] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)  # calls so far in this forward, by kind
     step: int = -1
+    following: Following = field(init=False)
 
     def __post_init__(self) -> None:
         self.names = {module: name for name, module in self.model.named_modules()}
+        self.following = Following(self.followed, self.refused)
 
     def enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.frames:
@@ -156,15 +166,43 @@ class _Interception:
     def enter_attention(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.inside.append(_Entered(module, _arguments(module, args, kwargs)))
+        self.inside.append(_Entered(module, _arguments(module, args, kwargs), asks=True))
 
     def leave_attention(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         entered = self.inside.pop()
-        if not entered.called and output is not None:  # None: an exception came first
+        reason = entered.refused
+        if entered.asks and not entered.asked:
+            reason = "it asks transformers for no kernel"
+        if reason and output is not None:  # None: an exception came first
             layer = self._count(entered.kind)
-            self.unseen.append(UnseenAttention(layer, self.names[module]))
+            self.unseen.append(UnseenAttention(layer, self.names[module], reason))
         if self.leave is not None:
             self.leave(module, output)
+
+    def enter_own(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.inside.append(_Entered(module, _arguments(module, args, kwargs), asks=False))
+        self.following.start(module, self._texts())
+
+    def leave_own(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.following.stop()
+        self.leave_attention(module, args, output)
+
+    def followed(
+        self, kernel: str, arguments: dict[str, Any], run: Callable[[], KernelOutput]
+    ) -> KernelOutput:
+        """An attention that the innermost module computed by itself."""
+        module = self.inside[-1].module
+        return self.handle(self.record(kernel, module, arguments), run)
+
+    def refused(self, reason: str) -> None:
+        """An attention of the innermost module that could not be followed."""
+        self.inside[-1].refused = self.inside[-1].refused or reason
+
+    def _texts(self) -> int | None:
+        """How many texts the model that is running was given."""
+        given = self.frames[-1] if self.frames else {}
+        tensors = [one for one in given.values() if isinstance(one, Tensor) and one.dim() > 1]
+        return tensors[0].shape[0] if tensors else None
 
     def _count(self, kind: str) -> int:
         layer = self.counts.get(kind, 0)
@@ -177,7 +215,7 @@ class _Interception:
         own = entered.arguments if entered is not None else {}
         kind: Kind = entered.kind if entered is not None else "self"
         if entered is not None:
-            entered.called = True
+            entered.asked = True
         layer = self._count(kind)
         query, key, value = (arguments[name].detach() for name in ("query", "key", "value"))
         shape = (key.shape[0], query.shape[2], key.shape[2])
@@ -238,6 +276,8 @@ def _intercept(interception: _Interception) -> Iterator[None]:
                 enter, leave = interception.enter_model, interception.leave_model
             elif _asks_for_kernel(_forward(type(module))):
                 enter, leave = interception.enter_attention, interception.leave_attention
+            elif computes_softmax(type(module)):  # type: ignore[arg-type]
+                enter, leave = interception.enter_own, interception.leave_own
             else:
                 continue
             before = module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -245,6 +285,7 @@ def _intercept(interception: _Interception) -> Iterator[None]:
             # always_call: an exception in the forward must not leave the stacks unbalanced.
             after = module.register_forward_hook(leave, always_call=True)
             stack.callback(after.remove)
+        stack.callback(interception.following.close)
         with _lock:
             _interceptions.append(interception)
             # Replacements stand nearest to the kernel: a probe sees what they computed.
@@ -283,7 +324,10 @@ def _watched_kernel(
     for one in concerned:
         call = one.record(implementation or "eager", module, arguments)
         run = functools.partial(one.handle, call, run)
-    return run()
+    with ExitStack() as stack:
+        for one in concerned:
+            stack.enter_context(one.following.paused())
+        return run()
 
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

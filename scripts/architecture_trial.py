@@ -169,7 +169,7 @@ def terms(calls: Sequence[AttentionCall], model: nn.Module) -> list[str]:
         if call.mask is not None and call.mask.dtype != torch.bool:
             bias = (call.mask > MASKED_BELOW) & (call.mask != 0)
             found |= {"bias in the mask"} if bool(bias.any()) else set()
-        found |= set(call.terms)
+        found |= own_terms(call)
     for config in (getattr(model, "config", None), getattr(model.config, "text_config", None)):
         kinds = getattr(config, "layer_types", None) or ()
         found |= {"chunked"} if "chunked_attention" in kinds else set()
@@ -180,6 +180,11 @@ def terms(calls: Sequence[AttentionCall], model: nn.Module) -> list[str]:
     if len(names) > 1 and max(blocks.values()) > 1:
         found.add("several attentions in a block")
     return sorted(found)
+
+
+def own_terms(call: AttentionCall) -> set[str]:
+    """The names of what a call passed beyond the plain formula."""
+    return {name for name, value in vars(call.terms).items() if value is not None}
 
 
 def entropy(calls: Sequence[AttentionCall]) -> float | None:
@@ -210,7 +215,7 @@ def described(call: AttentionCall) -> dict[str, Any]:
         "mask": None if call.mask is None else [str(call.mask.dtype), *call.mask.shape],
         "is_causal": call.is_causal,
         "rule": None if rule is None else {"causal": rule.causal, "window": rule.window},
-        "terms": list(call.terms),
+        "terms": sorted(own_terms(call)),
     }
 
 
