@@ -36,10 +36,15 @@ UNHELD = ("sinks", "cu_seq_lens_q")
 """Arguments with which a model adds a term that the formula here does not hold."""
 
 
-SCALED_BEFOREHAND = frozenset({"opt"})
-"""Types that multiply the query by 1/√d_k before the kernel, and q·k by nothing."""
+SCALED_BEFOREHAND = frozenset(
+    {
+        *("opt", "mvp", "trocr", "xglm", "xlm", "flaubert", "fsmt", "prophetnet"),
+        *("deberta", "deberta-v2", "nystromformer"),
+    }
+)
+"""Types that multiply the query, the key or both by what makes 1/√d_k, and q·k by nothing."""
 
-UNSCALED = frozenset({"t5"})
+UNSCALED = frozenset({"t5", "gpt_neo"})
 """Types that leave out 1/√d_k, and are trained so."""
 
 

@@ -134,6 +134,8 @@ class Following(TorchFunctionMode):
         if self._pauses:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = func.__self__.__name__  # of an attribute, such as mT
         if name == "scaled_dot_product_attention":
             return self._fused(func, args, kwargs)
         if name in PRODUCTS:
@@ -178,9 +180,8 @@ class Following(TorchFunctionMode):
             if in_place:
                 self._lose_views_of(output, name)
             self._set(output, new)
-        else:  # several tensors; or None: an assignment into the first
-            made = _tensors(output) or _tensors(operands)[:1]
-            for one in made:
+        else:  # several tensors, or sizes; or None, as of an assignment into the first operand
+            for one in _tensors(operands)[:1] if output is None else _tensors(output):
                 self._set(one, _lost([state for _, state in traced], f"it goes through {name}"))
 
     def _lose_views_of(self, tensor: Tensor, name: str) -> None:
@@ -271,8 +272,7 @@ class Following(TorchFunctionMode):
                 for one in weights:
                     self._waiting.pop(one.number, None)
                     self.refused(one.reason or str(error))
-                if not weights:
-                    self._set(output, str(error))
+                self._set(output, str(error))
         return output
 
     def _weighted(self, name: str, weights: Tensor, value: Tensor, output: Tensor) -> Tensor:
@@ -284,7 +284,8 @@ class Following(TorchFunctionMode):
             raise UnfollowedError(state.reason or "its values come in by baddbmm")
         sizes = _texts_and_heads(state.scores.lead, *self._running[-1])
         arguments = _arguments(state.scores, sizes, value, weights.shape[:-2])
-        by_head = output.reshape(*sizes, *output.shape[-2:]).transpose(1, 2)
+        # A copy: models write into their output afterwards.
+        by_head = output.clone().reshape(*sizes, *output.shape[-2:]).transpose(1, 2)
         seen = by_head, weights.reshape(*sizes, *weights.shape[-2:])
         self._waiting.pop(state.number, None)
         return self._handed(OWN, arguments | {"dropout": state.dropout}, seen, output)
@@ -306,7 +307,7 @@ class Following(TorchFunctionMode):
             "scaling": given.get("scale"),
             "dropout": given.get("dropout_p", 0.0),
         }
-        return self._handed("sdpa", arguments, (output.transpose(1, 2), None), output)
+        return self._handed("sdpa", arguments, (output.clone().transpose(1, 2), None), output)
 
     def _handed(self, kernel: str, arguments: dict[str, Any], seen: Seen, output: Tensor) -> Tensor:
         """Hand on what was found; the model's own output, or what is to stand for it."""

@@ -143,6 +143,7 @@ class _Interception:
     counts: dict[str, int] = field(default_factory=dict)  # calls so far in this forward, by kind
     step: int = -1
     following: Following = field(init=False)
+    follows: bool = False  # whether there are modules to follow
 
     def __post_init__(self) -> None:
         self.names = {module: name for name, module in self.model.named_modules()}
@@ -162,6 +163,16 @@ class _Interception:
 
     def leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.frames.pop()
+        if self.follows and not self.frames and output is not None:
+            self._note_new_modules()
+
+    def _note_new_modules(self) -> None:
+        """Some models (BigBird) put other attention modules in their place as they run."""
+        for name, module in self.model.named_modules():
+            if module not in self.names and computes_softmax(type(module)):  # type: ignore[arg-type]
+                self.names[module] = name
+                reason = "the model put it in place as it ran, which it will not do again"
+                self.unseen.append(UnseenAttention(self._count("self"), name, reason))
 
     def enter_attention(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -201,8 +212,9 @@ class _Interception:
     def _texts(self) -> int | None:
         """How many texts the model that is running was given."""
         given = self.frames[-1] if self.frames else {}
-        tensors = [one for one in given.values() if isinstance(one, Tensor) and one.dim() > 1]
-        return tensors[0].shape[0] if tensors else None
+        usual = [given.get(name) for name in ("input_ids", "inputs_embeds", "hidden_states")]
+        tensors = [one for one in (*usual, *given.values()) if isinstance(one, Tensor)]
+        return next((one.shape[0] for one in tensors if one.dim() > 1), None)
 
     def _count(self, kind: str) -> int:
         layer = self.counts.get(kind, 0)
@@ -278,6 +290,7 @@ def _intercept(interception: _Interception) -> Iterator[None]:
                 enter, leave = interception.enter_attention, interception.leave_attention
             elif computes_softmax(type(module)):  # type: ignore[arg-type]
                 enter, leave = interception.enter_own, interception.leave_own
+                interception.follows = True
             else:
                 continue
             before = module.register_forward_pre_hook(enter, with_kwargs=True)

@@ -96,8 +96,8 @@ def arithmetic(dtype: torch.dtype, kernel: str, operands: float = 0.0) -> Arithm
 
     Half-precision kernels accumulate in float32. `eager` (plain matmul, softmax, matmul) also
     stores the scores in the operands' dtype; the fused kernels keep them in their accumulator. A
-    kernel that is neither is given the room of both. A model's own code may store the scores twice
-    as often as eager (see `attnprobe.scoring`).
+    kernel that is neither is given the room of both. A model's own code may store the scores three
+    times as often as eager (see `attnprobe.scoring`).
     """
     storage = unit_roundoff(dtype)
     accumulate = min(storage, unit_roundoff(torch.float32))
@@ -109,7 +109,7 @@ def arithmetic(dtype: torch.dtype, kernel: str, operands: float = 0.0) -> Arithm
     return Arithmetic(
         storage=storage,
         accumulate=accumulate,
-        scores=accumulate if fused else gamma(2, storage) if kernel == OWN else storage,
+        scores=accumulate if fused else gamma(3, storage) if kernel == OWN else storage,
         operands=operands,
         tiny=tiny,
         tiny_accumulate=wide.smallest_normal,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnprobe.masks import MASKED_BELOW
 
-ROUNDINGS_BEFORE, ROUNDINGS_AFTER = 4, 2
+ROUNDINGS_BEFORE, ROUNDINGS_AFTER = 6, 3
 """How often scores may be rounded before a bias is added, and from then on: what the bounds of
 `attnprobe.rounding` charge own code for."""
 
@@ -107,20 +107,27 @@ class Scores:
         """Where keys are hidden, bool, and the bias on the others, float64; None for neither.
 
         Raises:
-            UnfollowedError: scores that are not hidden are not q·k; or they were rounded too often.
+            UnfollowedError: scores that are not hidden are not q·k; or they were rounded too often;
+                or biases cancel each other, so that their sum does not bound the rounding of each.
         """
-        hidden, bias = self.hidden, None
+        hidden, biases = self.hidden, []
         for one in self.added:
             gone = one <= MASKED_BELOW
             if gone.any():
                 hidden = _either(hidden, gone)
-                one = one.masked_fill(gone, 0.0)
-            if one.any():
-                bias = one.double() if bias is None else bias + one.double()
+            shown = one.masked_fill(gone, 0.0)
+            if shown.any():
+                biases.append(shown.double())
+        nothing = torch.zeros((), dtype=torch.float64)
+        bias = sum(biases, start=nothing) if biases else None
         if self.blank is not None and (hidden is None or bool((self.blank & ~hidden).any())):
             raise UnfollowedError("it replaces scores by numbers that hide nothing")
         if self.before > ROUNDINGS_BEFORE or self.after > ROUNDINGS_AFTER:
             raise UnfollowedError("it rounds its scores more often than the bounds allow for")
+        if bias is not None and not torch.equal(
+            bias.abs(), sum(map(torch.abs, biases), start=nothing)
+        ):
+            raise UnfollowedError("it adds biases that cancel each other")
         return hidden, bias
 
     def _with_axes(self, tensor: Tensor) -> Tensor:

@@ -91,6 +91,8 @@ def trial(task: str, kind: str, kernel: str) -> Trial:
         found = Trial("unsupported", f"needs an input other than text: {NOT_TEXT[kind]}")
     else:
         found = captured(model)
+        if "put it in place as it ran" in found.reason:
+            found = captured(model)
     if found.state in ("unsupported", "crash"):
         found.probed = probed(model)
     return found
@@ -124,10 +126,15 @@ def refused(model: nn.Module, error: Exception) -> Trial:
     if "encoder-decoder" in text:
         return Trial("unsupported", "encoder-decoder: a capture is of one text")
     if "computed no softmax attention" in text:
+        _, unseen, reason = text.partition("computed its attention unseen: ")
+        if unseen:
+            return Trial("unsupported", f"attention that cannot be followed: {reason}")
         own = sorted(own_softmax(model))
         if own:
-            return Trial("unsupported", f"attention not visible at the seam: {', '.join(own)}")
+            return Trial("unsupported", f"attention unseen: {', '.join(own)}")
         return Trial("unsupported", "no softmax attention")
+    if "gives neither logits" in text:
+        return Trial("unsupported", "no output for each token")
     if OTHER_INPUT.search(text):
         return Trial("unsupported", f"needs an input other than text: {told(error)}")
     return Trial("crash", told(error))
@@ -238,12 +245,12 @@ def attention_run(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
 
 def quiet(ran: dict[str, nn.Module], calls: Sequence[AttentionCall]) -> list[str]:
     """The classes of those that ran and neither asked for a kernel nor hold one that did."""
-    seen = [call.name for call in calls]
+    seen = [f"{call.name}." for call in calls]
     return sorted(
         {
             type(module).__name__
             for name, module in ran.items()
-            if not any(one == name or one.startswith(f"{name}.") for one in seen)
+            if not any(one.startswith(f"{name}.") or name.startswith(one) for one in seen)
         }
     )
 
