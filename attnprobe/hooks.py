@@ -23,7 +23,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from attnprobe import facts
-from attnprobe.following import Following, computes_softmax
+from attnprobe.following import Following
+from attnprobe.inspecting import arguments_of, asks_for_kernel, computes_softmax, forward_of
 from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, UnseenAttention
 from attnprobe.rounding import operand_unit
@@ -153,7 +154,7 @@ class _Interception:
         if not self.frames:
             self.step += 1
             self.counts = {}
-        arguments = _arguments(module, args, kwargs)
+        arguments = arguments_of(module, args, kwargs)
         caches = [value for value in arguments.values() if isinstance(value, Cache)]
         # Read now: once the layers have run, the cache holds this forward's tokens too.
         arguments["past"] = int(caches[0].get_seq_length()) if caches else 0
@@ -170,14 +171,13 @@ class _Interception:
         """Some models (BigBird) put other attention modules in their place as they run."""
         for name, module in self.model.named_modules():
             if module not in self.names and computes_softmax(type(module)):  # type: ignore[arg-type]
-                self.names[module] = name
                 reason = "the model put it in place as it ran, which it will not do again"
                 self.unseen.append(UnseenAttention(self._count("self"), name, reason))
 
     def enter_attention(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.inside.append(_Entered(module, _arguments(module, args, kwargs), asks=True))
+        self.inside.append(_Entered(module, arguments_of(module, args, kwargs), asks=True))
 
     def leave_attention(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         entered = self.inside.pop()
@@ -191,7 +191,7 @@ class _Interception:
             self.leave(module, output)
 
     def enter_own(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.inside.append(_Entered(module, _arguments(module, args, kwargs), asks=False))
+        self.inside.append(_Entered(module, arguments_of(module, args, kwargs), asks=False))
         self.following.start(module, self._texts())
 
     def leave_own(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -286,7 +286,7 @@ def _intercept(interception: _Interception) -> Iterator[None]:
         for module in interception.names:
             if isinstance(module, PreTrainedModel) or module is interception.model:
                 enter, leave = interception.enter_model, interception.leave_model
-            elif _asks_for_kernel(_forward(type(module))):
+            elif asks_for_kernel(forward_of(type(module))):
                 enter, leave = interception.enter_attention, interception.leave_attention
             elif computes_softmax(type(module)):  # type: ignore[arg-type]
                 enter, leave = interception.enter_own, interception.leave_own
@@ -341,22 +341,3 @@ def _watched_kernel(
         for one in concerned:
             stack.enter_context(one.following.paused())
         return run()
-
-
-def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A forward's arguments by name, those gathered in **kwargs among them."""
-    names = list(inspect.signature(_forward(type(module))).parameters)[1:] if args else ()
-    return dict(zip(names, args, strict=False)) | kwargs
-
-
-def _forward(cls: type[nn.Module]) -> Callable[..., Any]:
-    """A module class's own forward, under transformers' decorators."""
-    forward: Callable[..., Any] = inspect.unwrap(cls.forward)
-    return forward
-
-
-@functools.cache
-def _asks_for_kernel(forward: Callable[..., Any]) -> bool:
-    """Whether a module's forward asks for an attention kernel: its code names the registry."""
-    code = getattr(forward, "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names

@@ -7,6 +7,7 @@ M and the scale can be told of a computation of which only the steps were seen.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,3 +147,62 @@ def regrouped(tensor: Tensor, old: torch.Size, new: torch.Size) -> Tensor:
 
 def _either(one: Tensor | None, other: Tensor) -> Tensor:
     return other if one is None else one | other
+
+
+def changed(
+    step: str,
+    first: Tensor,
+    scores: Scores,
+    operands: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Scores:
+    """Scores after an elementwise step."""
+    leads = operands[0] is first
+    other = operands[1] if leads and len(operands) > 1 else operands[0]
+    number = number_of(other)
+    match step:
+        case "mul" if number is not None:
+            return scores.times(number)
+        case "mul" if isinstance(other, Tensor):
+            return scores.gated(other)
+        case "div" if number and leads and "rounding_mode" not in options:
+            return scores.times(1 / number)
+        case "add" | "sub" if (leads or step == "add") and options.get("alpha", 1) == 1:
+            addend = other if isinstance(other, Tensor) else first.new_tensor(other)
+            return scores.plus(addend, -1.0 if step == "sub" else 1.0)
+        case "masked_fill" if leads:
+            return scores.filled(other, _largest(operands[2]))
+        case "where" if leads:
+            return scores.filled(~other, _largest(operands[2]))
+        case "where" if operands[1] is first:
+            return scores.filled(~other, _largest(operands[2]))
+        case "where":
+            return scores.filled(other, _largest(operands[1]))
+        case "maximum" if number is not None and number <= MASKED_BELOW:
+            return scores  # this raises only what is hidden
+        case "clamp" if set(options) == {"min"} and _largest(options["min"]) <= MASKED_BELOW:
+            return scores
+        case "dropout" if options.get("training", True) is False:
+            return scores
+    raise UnfollowedError(f"its scores go through {step}")
+
+
+def cast(scores: Scores, before: Tensor, after: Tensor) -> Scores:
+    """Scores in another dtype."""
+    was, now = (torch.finfo(one.dtype).eps for one in (before, after))
+    if now <= was:
+        return scores
+    if now > torch.finfo(scores.query.dtype).eps:
+        raise UnfollowedError(f"it casts its scores to {after.dtype}")
+    return scores.rounded()
+
+
+def number_of(value: Any) -> float | None:
+    """A number, or what a tensor of a single one holds."""
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _largest(value: Any) -> float:
+    return float(value.max() if isinstance(value, Tensor) else value)
