@@ -131,6 +131,8 @@ class Following(TorchFunctionMode):
         given = tensors_in((args, kwargs))
         traced = [(one, state) for one in given if (state := self._state(one)) is not None]
         output = func(*args, **kwargs)
+        if name == "softmax" and not traced and given[0].dim() > 3:
+            self.refused("its softmax is of what no product was seen to make")
         if traced and not name.startswith(LIKE):
             with torch.no_grad():
                 self._go_on(name, traced, (*args, *kwargs.values()), kwargs, output)
@@ -155,7 +157,7 @@ class Following(TorchFunctionMode):
         if name in BY_THE_FIRST and first is not operands[0]:
             return
         if isinstance(output, Tensor):
-            in_place = output is operands[0]
+            in_place = output is operands[0] and (name.endswith("_") or options.get("inplace"))
             others = {id(one) for one, _ in traced} - {id(first)}
             try:
                 if others and name not in BY_THE_FIRST:

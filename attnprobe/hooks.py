@@ -24,7 +24,13 @@ from transformers.modeling_utils import AttentionInterface
 
 from attnprobe import facts
 from attnprobe.following import Following
-from attnprobe.inspecting import arguments_of, asks_for_kernel, computes_softmax, forward_of
+from attnprobe.inspecting import (
+    arguments_of,
+    asks_for_kernel,
+    computes_softmax,
+    forward_of,
+    torchs_attention,
+)
 from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, UnseenAttention
 from attnprobe.rounding import operand_unit
@@ -282,11 +288,12 @@ def _unheld(arguments: dict[str, Any], device: torch.device) -> tuple[str, ...]:
 @contextmanager
 def _intercept(interception: _Interception) -> Iterator[None]:
     """Hook the model and open the seam; both are as before when the block ends, however it ends."""
+    torchs_own = torchs_attention(interception.names)
     with ExitStack() as stack:
         for module in interception.names:
             if isinstance(module, PreTrainedModel) or module is interception.model:
                 enter, leave = interception.enter_model, interception.leave_model
-            elif asks_for_kernel(forward_of(type(module))):
+            elif asks_for_kernel(forward_of(type(module))) or module in torchs_own:
                 enter, leave = interception.enter_attention, interception.leave_attention
             elif computes_softmax(type(module)):  # type: ignore[arg-type]
                 enter, leave = interception.enter_own, interception.leave_own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -32,6 +32,15 @@ def asks_for_kernel(forward: Callable[..., Any]) -> bool:
     """Whether a module's forward asks for an attention kernel: its code names the registry."""
     code = getattr(forward, "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def torchs_attention(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Which modules are torch's own attention, in one piece. Those within an encoder layer are left
+    out, since hooks would send it down another path."""
+    modules = list(modules)
+    layers = [one for one in modules if isinstance(one, nn.TransformerEncoderLayer)]
+    inside = {part for layer in layers for part in layer.modules()}
+    return {one for one in modules if isinstance(one, nn.MultiheadAttention) and one not in inside}
 
 
 @functools.cache

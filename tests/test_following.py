@@ -167,7 +167,14 @@ def folded(q, k):
     return scores.view(B, H, T, S) + MINUS
 
 
+def beside(q, k):
+    scores = product(q, k)
+    scores.view(B * H, T, S).float().contiguous()
+    return scores * 0.3
+
+
 STEPS = {
+    "no change to a view": (beside, 0.3, None, False),
     "nothing": (product, 1.0, None, False),
     "query before": (lambda q, k: product(q * 0.3, k), 1.0, None, False),
     "times": (lambda q, k: 0.3 * product(q, k), 0.3, None, False),
@@ -327,6 +334,49 @@ class OfScores(Fails):
 class FiveAxes(Fails):
     def end(self, scores, v):
         return (torch.softmax((v[:, None] @ v[:, None].mT), -1) @ v[:, None])[:, 0]
+
+
+class ElsewhereMade(nn.Module):
+    """A softmax of scores that another module made."""
+
+    def forward(self, scores):
+        return torch.softmax(scores, -1)
+
+
+class Unnamed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.normalise = ElsewhereMade()
+
+    def forward(self, q, k, v):
+        return self.normalise(product(q, k)) @ v
+
+
+def test_a_softmax_of_scores_that_were_not_seen_is_named():
+    model = Outer(Unnamed())
+    with watched(model) as (calls, unseen):
+        model(*drawn())
+    assert calls == []
+    assert [(one.name, "no product" in one.reason) for one in unseen] == [("inner.normalise", True)]
+
+
+def test_torchs_own_attention_module_is_named():
+    class Some(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attend = nn.MultiheadAttention(12, 3, batch_first=True)
+
+        def forward(self, x):
+            return self.attend(x, x, x)[0]
+
+    model, x = Some().eval(), torch.randn(B, T, 12)
+    layer = nn.TransformerEncoderLayer(12, 3, batch_first=True).eval()
+    with torch.no_grad():
+        without, of_layer = model(x), layer(x)
+        with watched(model) as (_, unseen), watched(layer) as (_, _):
+            assert torch.equal(model(x), without)
+            assert torch.equal(layer(x), of_layer)
+    assert [one.name for one in unseen] == ["attend"]
 
 
 CLASSES = {
