@@ -173,7 +173,14 @@ def beside(q, k):
     return scores * 0.3
 
 
+def like(q, k):
+    scores = product(q, k)
+    return scores + torch.zeros_like(scores).masked_fill(~LOOK, -1e9).type_as(scores)
+
+
 STEPS = {
+    "twice": (lambda q, k: product(q, k) * 0.6 / 2, 0.3, None, False),
+    "mask of its shape": (like, 1.0, None, True),
     "no change to a view": (beside, 0.3, None, False),
     "nothing": (product, 1.0, None, False),
     "query before": (lambda q, k: product(q * 0.3, k), 1.0, None, False),
@@ -285,6 +292,7 @@ def written(q, k):
 
 
 REFUSED = {
+    "narrow": (lambda q, k: product(q, k).half().float(), "casts its scores to torch.float16"),
     "two products": (lambda q, k: product(q, k) + product(q + 1, k), "two products together"),
     "softcap": (lambda q, k: product(q, k).tanh(), "go through tanh"),
     "hidden by nothing": (lambda q, k: product(q, k).masked_fill(~LOOK, -5), "hide nothing"),
@@ -633,6 +641,30 @@ def test_a_router_beside_the_seam_is_followed_alone(monkeypatch):
     assert cap.unseen == ()
     assert names.count("softmax") == 2  # a router a layer; not the kernels' own
     assert "matmul" not in names
+
+
+def test_a_kernel_that_is_asked_for_within_a_followed_module_is_seen_once():
+    class Around(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, ids):
+            return torch.softmax(self.inner(ids).logits[:, -1], -1)
+
+    class Model(nn.Module):
+        def __init__(self, around):
+            super().__init__()
+            self.around = around
+
+        def forward(self, ids):
+            return self.around(ids)
+
+    model = Model(Around(small("causal", "llama")))
+    with torch.no_grad(), watched(model) as (calls, unseen):
+        model(torch.tensor([texts()[0]]))
+    assert [call.kernel for call in calls] == ["eager", "eager"]
+    assert unseen == []
 
 
 def test_two_probes_see_the_same():
