@@ -50,9 +50,9 @@ def capture(
     with torch.no_grad(), watched(model) as (calls, unseen):
         outputs = model(**batch.inputs)
     if not calls:
+        reason = str(unseen[0]) if unseen else "it has none, or none by torch's own softmax"
         raise ModelError(
-            f"{type(model).__name__} computed no softmax attention that attnprobe can see: it "
-            "has none, or it does not ask transformers' attention interface for it"
+            f"{type(model).__name__} computed no softmax attention that attnprobe can see: {reason}"
         )
     rows = batch.padding if batch.target is None else batch.target.padding
     cap = Capture(

@@ -23,12 +23,17 @@ UNHELD = ("cu_seq_lens_q",)
 """Arguments with which a model adds a term that the formula here does not hold."""
 
 
-SCALED_BEFOREHAND = frozenset({"opt", "whisper", "esm"})
-"""Types that multiply the query by 1/√d_k before the kernel, and q·k by nothing."""
+SCALED_BEFOREHAND = frozenset(
+    {
+        *("opt", "whisper", "esm", "mvp", "trocr", "xglm", "xlm", "flaubert", "fsmt", "prophetnet"),
+        *("deberta", "deberta-v2", "nystromformer", "led", "pegasus_x"),
+    }
+)
+"""Types that multiply the query, the key or both by what makes 1/√d_k, and q·k by nothing."""
 
 UNSCALED = frozenset(
     {
-        *("t5", "mt5", "umt5", "longt5", "switch_transformers"),
+        *("t5", "mt5", "umt5", "longt5", "switch_transformers", "gpt_neo"),
         *("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
         *("gemma4_unified", "gemma4_unified_text"),
     }

@@ -1,9 +1,10 @@
 """See each attention call of a model as it runs: `probe`; or put another in its place.
 
-The only module that knows where transformers computes attention: every model asks
-`AttentionInterface.get_interface` for a kernel and calls it with query, key, value and mask. While
+The only module that knows where transformers computes attention: most models ask
+`AttentionInterface.get_interface` for a kernel and call it with query, key, value and mask. While
 an interception is open, what that returns is wrapped; the kernel, its inputs and its output stay
 the model's own. Forward hooks on the attention modules give what lies on either side of the kernel.
+Modules that compute a softmax by themselves are followed (see `attnprobe.following`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from attnprobe import facts
+from attnprobe.following import Following
+from attnprobe.inspecting import (
+    arguments_of,
+    asks_for_kernel,
+    computes_softmax,
+    forward_of,
+    torchs_attention,
+)
 from attnprobe.known import KNOWN_TYPES
 from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, UnseenAttention
@@ -108,11 +117,17 @@ def replaced(model: nn.Module, kernel: Callable[[AttentionCall], Tensor]) -> Ite
 
 @dataclass(eq=False)
 class _Entered:
-    """An attention module that is running, with its arguments."""
+    """An attention module that is running, with its arguments.
+
+    `asks` says whether it should ask for a kernel, `asked` whether attention of it was seen, and
+    `refused` why some was not.
+    """
 
     module: nn.Module
     arguments: dict[str, Any]
-    called: bool = False
+    asks: bool
+    asked: bool = False
+    refused: str = ""
 
     @property
     def kind(self) -> Kind:
@@ -138,9 +153,12 @@ class _Interception:
     )  # calls in this forward
     step: int = -1
     encoder: str = ""  # how the names of an encoder-decoder's encoder's modules begin
+    following: Following = field(init=False)
+    follows: bool = False  # whether there are modules to follow
 
     def __post_init__(self) -> None:
         self.names = {module: name for name, module in self.model.named_modules()}
+        self.following = Following(self.followed, self.refused)
         config = getattr(self.model, "config", None)
         if getattr(config, "is_encoder_decoder", False) and isinstance(self.model, PreTrainedModel):
             self.encoder = f"{self.names[self.model.get_encoder()]}."
@@ -149,7 +167,7 @@ class _Interception:
         if not self.frames:
             self.step += 1
             self.counts = {}
-        arguments = _arguments(module, args, kwargs)
+        arguments = arguments_of(module, args, kwargs)
         caches = [value for value in arguments.values() if isinstance(value, Cache)]
         # Read now: once the layers have run, the cache holds this forward's tokens too.
         arguments["past"] = int(caches[0].get_seq_length()) if caches else 0
@@ -159,19 +177,57 @@ class _Interception:
 
     def leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.frames.pop()
+        if self.follows and not self.frames and output is not None:
+            self._note_new_modules()
+
+    def _note_new_modules(self) -> None:
+        """Some models (BigBird) put other attention modules in their place as they run."""
+        for name, module in self.model.named_modules():
+            if module not in self.names and computes_softmax(type(module)):  # type: ignore[arg-type]
+                reason = "the model put it in place as it ran, which it will not do again"
+                self.unseen.append(UnseenAttention(self._count("self", module), name, reason))
 
     def enter_attention(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.inside.append(_Entered(module, _arguments(module, args, kwargs)))
+        self.inside.append(_Entered(module, arguments_of(module, args, kwargs), asks=True))
 
     def leave_attention(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         entered = self.inside.pop()
-        if not entered.called and output is not None:  # None: an exception came first
+        reason = entered.refused
+        if entered.asks and not entered.asked:
+            reason = "it asks transformers for no kernel"
+        if reason and output is not None:  # None: an exception came first
             layer = self._count(entered.kind, module)
-            self.unseen.append(UnseenAttention(layer, self.names[module]))
+            self.unseen.append(UnseenAttention(layer, self.names[module], reason))
         if self.leave is not None:
             self.leave(module, output)
+
+    def enter_own(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.inside.append(_Entered(module, arguments_of(module, args, kwargs), asks=False))
+        self.following.start(module, self._texts())
+
+    def leave_own(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.following.stop()
+        self.leave_attention(module, args, output)
+
+    def followed(
+        self, kernel: str, arguments: dict[str, Any], run: Callable[[], KernelOutput]
+    ) -> KernelOutput:
+        """An attention that the innermost module computed by itself."""
+        module = self.inside[-1].module
+        return self.handle(self.record(kernel, module, arguments), run)
+
+    def refused(self, reason: str) -> None:
+        """An attention of the innermost module that could not be followed."""
+        self.inside[-1].refused = self.inside[-1].refused or reason
+
+    def _texts(self) -> int | None:
+        """How many texts the model that is running was given."""
+        given = self.frames[-1] if self.frames else {}
+        usual = [given.get(name) for name in ("input_ids", "inputs_embeds", "hidden_states")]
+        tensors = [one for one in (*usual, *given.values()) if isinstance(one, Tensor)]
+        return next((one.shape[0] for one in tensors if one.dim() > 1), None)
 
     def _count(self, kind: str, module: nn.Module) -> int:
         """The number of a module's call among those of its part of the model."""
@@ -189,7 +245,7 @@ class _Interception:
         own = entered.arguments if entered is not None else {}
         kind: Kind = entered.kind if entered is not None else "self"
         if entered is not None:
-            entered.called = True
+            entered.asked = True
         layer = self._count(kind, module)
         query, key, value = (arguments[name].detach() for name in ("query", "key", "value"))
         shape = (key.shape[0], query.shape[2], key.shape[2])
@@ -247,12 +303,16 @@ def _unheld(arguments: dict[str, Any], device: torch.device) -> tuple[str, ...]:
 @contextmanager
 def _intercept(interception: _Interception) -> Iterator[None]:
     """Hook the model and open the seam; both are as before when the block ends, however it ends."""
+    torchs_own = torchs_attention(interception.names)
     with ExitStack() as stack:
         for module in interception.names:
             if isinstance(module, PreTrainedModel) or module is interception.model:
                 enter, leave = interception.enter_model, interception.leave_model
-            elif _asks_for_kernel(_forward(type(module))):
+            elif asks_for_kernel(forward_of(type(module))) or module in torchs_own:
                 enter, leave = interception.enter_attention, interception.leave_attention
+            elif computes_softmax(type(module)):  # type: ignore[arg-type]
+                enter, leave = interception.enter_own, interception.leave_own
+                interception.follows = True
             else:
                 continue
             before = module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -260,6 +320,7 @@ def _intercept(interception: _Interception) -> Iterator[None]:
             # always_call: an exception in the forward must not leave the stacks unbalanced.
             after = module.register_forward_hook(leave, always_call=True)
             stack.callback(after.remove)
+        stack.callback(interception.following.close)
         with _lock:
             _interceptions.append(interception)
             # Replacements stand nearest to the kernel: a probe sees what they computed.
@@ -298,23 +359,7 @@ def _watched_kernel(
     for one in concerned:
         call = one.record(implementation or "eager", module, arguments)
         run = functools.partial(one.handle, call, run)
-    return run()
-
-
-def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A forward's arguments by name, those gathered in **kwargs among them."""
-    names = list(inspect.signature(_forward(type(module))).parameters)[1:] if args else ()
-    return dict(zip(names, args, strict=False)) | kwargs
-
-
-def _forward(cls: type[nn.Module]) -> Callable[..., Any]:
-    """A module class's own forward, under transformers' decorators."""
-    forward: Callable[..., Any] = inspect.unwrap(cls.forward)
-    return forward
-
-
-@functools.cache
-def _asks_for_kernel(forward: Callable[..., Any]) -> bool:
-    """Whether a module's forward asks for an attention kernel: its code names the registry."""
-    code = getattr(forward, "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    with ExitStack() as stack:
+        for one in concerned:
+            stack.enter_context(one.following.paused())
+        return run()

@@ -124,10 +124,14 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class UnseenAttention:
-    """An attention module that ran without asking transformers for a kernel."""
+    """An attention module that ran, and of whose attention not all was seen."""
 
     layer: int
     name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} computed its attention unseen: {self.reason}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +162,7 @@ class Capture:
     calls: tuple[AttentionCall, ...]
     output: Tensor
     unseen: tuple[UnseenAttention, ...] = ()
-    """Attention modules that ran and asked for no kernel: nothing is known of what they did."""
+    """Attention modules that ran, and of whose attention not all was seen."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """The keyword arguments of the forward, for running it again."""
     target: Target | None = None
@@ -235,7 +239,7 @@ class Capture:
         calls = {call.layer: call for call in self.calls if call.kind == kind}
         for unseen in self.unseen:
             if kind == "self" and layer == unseen.layer:
-                raise InputError(f"layer {layer}, {unseen.name}, computed attention unseen")
+                raise InputError(f"layer {layer}: {unseen}")
         if layer not in calls:
             last = max(calls, default=-1)
             raise InputError(

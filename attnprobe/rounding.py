@@ -44,6 +44,9 @@ BLOCK_KEYS = 64
 FUSED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 """transformers' names of the kernels that never store the scores."""
 
+OWN = "eager (own code)"
+"""The name here of what a model computes by plain torch calls of its own."""
+
 
 @dataclass(frozen=True)
 class Arithmetic:
@@ -91,7 +94,8 @@ def arithmetic(dtype: torch.dtype, kernel: str, operands: float = 0.0) -> Arithm
 
     Half-precision kernels accumulate in float32. `eager` (plain matmul, softmax, matmul) also
     stores the scores in the operands' dtype; the fused kernels keep them in their accumulator. A
-    kernel that is neither is given the room of both.
+    kernel that is neither is given the room of both. A model's own code may store the scores three
+    times as often as eager (see `attnprobe.scoring`).
     """
     storage = unit_roundoff(dtype)
     accumulate = min(storage, unit_roundoff(torch.float32))
@@ -103,7 +107,7 @@ def arithmetic(dtype: torch.dtype, kernel: str, operands: float = 0.0) -> Arithm
     return Arithmetic(
         storage=storage,
         accumulate=accumulate,
-        scores=accumulate if fused else storage,
+        scores=accumulate if fused else gamma(3, storage) if kernel == OWN else storage,
         operands=operands,
         tiny=tiny,
         tiny_accumulate=wide.smallest_normal,

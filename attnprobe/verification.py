@@ -75,7 +75,7 @@ def verify(
         if progress:
             progress(f"layer {call.layer}", number + 1, total)
     rows += [
-        Row("output", unseen.layer, None, reason=f"{unseen.name} computed its attention unseen")
+        Row("output", unseen.layer, None, reason=str(unseen))
         for unseen in cap.unseen
         if "output" in checks
     ]
@@ -121,7 +121,7 @@ def _logits(cap: Capture) -> Row:
         return Row("logits", None, None, reason=f"this is the {cap.part} alone: verify the whole")
     reason = next(filter(None, (basis_of(call).unheld for call in cap.calls)), "")
     if cap.unseen:
-        reason = f"{cap.unseen[0].name} computed its attention unseen"
+        reason = str(cap.unseen[0])
     if reason:
         return Row("logits", None, None, reason=reason)
     generator = torch.Generator().manual_seed(0)

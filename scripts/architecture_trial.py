@@ -99,6 +99,8 @@ def trial(task: str, kind: str, kernel: str) -> Trial:
         found = Trial("unsupported", f"needs an input other than text: {NOT_TEXT[kind]}")
     else:
         found = captured(model)
+        if "put it in place as it ran" in found.reason:
+            found = captured(model)
     if found.state in ("unsupported", "crash"):
         found.probed = probed(model)
     return found
@@ -131,10 +133,15 @@ def refused(model: nn.Module, error: Exception) -> Trial:
     """A trial that ended with an error: unsupported for a reason with a name, or a crash."""
     text = str(error)
     if "computed no softmax attention" in text:
+        _, unseen, reason = text.partition("computed its attention unseen: ")
+        if unseen:
+            return Trial("unsupported", f"attention that cannot be followed: {reason}")
         own = sorted(own_softmax(model))
         if own:
-            return Trial("unsupported", f"attention not visible at the seam: {', '.join(own)}")
+            return Trial("unsupported", f"attention unseen: {', '.join(own)}")
         return Trial("unsupported", "no softmax attention")
+    if "gives neither logits" in text:
+        return Trial("unsupported", "no output for each token")
     if OTHER_INPUT.search(text):
         return Trial("unsupported", f"needs an input other than text: {told(error)}")
     return Trial("crash", told(error))
@@ -176,8 +183,7 @@ def terms(calls: Sequence[AttentionCall], model: nn.Module) -> list[str]:
         if call.mask is not None and call.mask.dtype != torch.bool:
             bias = (call.mask > MASKED_BELOW) & (call.mask != 0)
             found |= {"bias in the mask"} if bool(bias.any()) else set()
-        found |= {name for name, term in vars(call.terms).items() if term is not None}
-        found |= set(call.unheld)
+        found |= own_terms(call)
         found |= {"chunked"} if getattr(call.expected_mask, "chunk", None) else set()
     names = Counter(call.name for call in calls)
     if max(names.values(), default=1) > 1:
@@ -186,6 +192,11 @@ def terms(calls: Sequence[AttentionCall], model: nn.Module) -> list[str]:
     if len(names) > 1 and max(blocks.values()) > 1:
         found.add("several attentions in a block")
     return sorted(found)
+
+
+def own_terms(call: AttentionCall) -> set[str]:
+    """The names of what a call passed beyond the plain formula."""
+    return {name for name, value in vars(call.terms).items() if value is not None}
 
 
 def entropy(calls: Sequence[AttentionCall]) -> float | None:
@@ -216,8 +227,7 @@ def described(call: AttentionCall) -> dict[str, Any]:
         "mask": None if call.mask is None else [str(call.mask.dtype), *call.mask.shape],
         "is_causal": call.is_causal,
         "rule": None if rule is None else {"causal": rule.causal, "window": rule.window},
-        "terms": [name for name, term in vars(call.terms).items() if term is not None],
-        "unheld": list(call.unheld),
+        "terms": sorted(own_terms(call)),
     }
 
 
@@ -240,12 +250,12 @@ def attention_run(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
 
 def quiet(ran: dict[str, nn.Module], calls: Sequence[AttentionCall]) -> list[str]:
     """The classes of those that ran and neither asked for a kernel nor hold one that did."""
-    seen = [call.name for call in calls]
+    seen = [f"{call.name}." for call in calls]
     return sorted(
         {
             type(module).__name__
             for name, module in ran.items()
-            if not any(one == name or one.startswith(f"{name}.") for one in seen)
+            if not any(one.startswith(f"{name}.") or name.startswith(one) for one in seen)
         }
     )
 

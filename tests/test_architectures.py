@@ -59,8 +59,8 @@ def test_a_verified_type():
     [
         ("causal", "mamba", "eager", "unsupported", "no softmax attention"),
         (
-            *("causal", "bloom", "eager", "unsupported"),
-            "attention not visible at the seam: BloomAttention",
+            *("masked", "longformer", "eager", "unsupported"),
+            "attention that cannot be followed: its scores go through pad",
         ),
         ("causal", "bloom", "sdpa", "no_kernel", "BloomForCausalLM does not support"),
         ("seq2seq", "t5", "eager", "unsupported", "encoder-decoder: a capture is of one text"),

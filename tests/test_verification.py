@@ -291,7 +291,7 @@ def test_a_layer_that_goes_around_the_seam_does_not_pass_unseen(gpt2):
     report = ap.verify(cap)
     assert report.verdict == "not_checked"
     assert "transformer.h.1.attn computed its attention unseen" in report.summary
-    with pytest.raises(ap.InputError, match=r"layer 1, transformer\.h\.1\.attn, computed"):
+    with pytest.raises(ap.InputError, match=r"layer 1: transformer\.h\.1\.attn computed"):
         ap.weights(cap, 1)
     assert ap.weights(cap, 2).shape == (6, 9, 9)
 
