@@ -26,7 +26,7 @@ UNHELD = ("cu_seq_lens_q",)
 SCALED_BEFOREHAND = frozenset(
     {
         *("opt", "whisper", "esm", "mvp", "trocr", "xglm", "xlm", "flaubert", "fsmt", "prophetnet"),
-        *("deberta", "deberta-v2", "nystromformer", "led", "pegasus_x"),
+        *("deberta", "deberta-v2", "nystromformer", "led"),
     }
 )
 """Types that multiply the query, the key or both by what makes 1/√d_k, and q·k by nothing."""

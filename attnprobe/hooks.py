@@ -237,7 +237,8 @@ class _Interception:
         return layer
 
     def _in_encoder(self, module: nn.Module) -> bool | None:
-        return self.names[module].startswith(self.encoder) if self.encoder else None
+        name = self.names.get(module, "")  # empty for what the model put in place as it ran
+        return name.startswith(self.encoder) if self.encoder else None
 
     def record(self, kernel: str, module: nn.Module, arguments: dict[str, Any]) -> AttentionCall:
         """The call's inputs and facts, from what the kernel is about to be given."""

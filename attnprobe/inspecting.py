@@ -47,7 +47,8 @@ def torchs_attention(modules: Iterable[nn.Module]) -> set[nn.Module]:
 def computes_softmax(cls: type) -> bool:
     """Whether a module's own code, or a function that it calls from its file, names a softmax."""
     own = [one for one in cls.__mro__ if not one.__module__.startswith("torch.")]
-    if issubclass(cls, PreTrainedModel):
+    # Hyper-connections mix streams of one token by a softmax, which is no attention (DeepSeek V4).
+    if issubclass(cls, PreTrainedModel) or "HyperConnection" in cls.__name__:
         return False
     methods = [value for one in own for value in vars(one).values() if inspect.isfunction(value)]
     for method in map(inspect.unwrap, methods):

@@ -115,6 +115,8 @@ def captured(model: nn.Module) -> Trial:
         report = ap.verify(cap)
     except Exception as error:  # noqa: BLE001  # as above
         return refused(model, error)
+    if cap.unseen and report.verdict == "not_checked":
+        return Trial("unsupported", f"attention that cannot be followed: {cap.unseen[0]}")
     checks = by_check(report.rows)
     unchecked = "; ".join(checks["output"]["reasons"])
     reasons = {"verified": "", "mismatch": report.summary, "not_checked": unchecked}
