@@ -22,6 +22,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from attnprobe import facts
+from attnprobe.layouts import layout_of
 from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, UnseenAttention
 from attnprobe.rounding import operand_unit
@@ -129,6 +130,8 @@ class _Interception:
     leave: Callable[[nn.Module, Any], None] | None = None
     replaces: bool = False
     names: dict[nn.Module, str] = field(default_factory=dict)
+    parents: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    apart: dict[nn.Module, nn.Module] = field(default_factory=dict)  # W_O -> its attention module
     frames: list[dict[str, Any]] = field(default_factory=list)  # arguments of the models running
     inside: list[_Entered] = field(default_factory=list)  # attention modules running
     unseen: list[UnseenAttention] = field(default_factory=list)
@@ -137,6 +140,7 @@ class _Interception:
 
     def __post_init__(self) -> None:
         self.names = {module: name for name, module in self.model.named_modules()}
+        self.parents = {child: one for one in self.names for child in one.children()}
 
     def enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.frames:
@@ -163,8 +167,12 @@ class _Interception:
         if not entered.called and output is not None:  # None: an exception came first
             layer = self._count(entered.kind)
             self.unseen.append(UnseenAttention(layer, self.names[module]))
-        if self.leave is not None:
+        if self.leave is not None and module not in self.apart.values():
             self.leave(module, output)
+
+    def leave_output_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.leave is not None:
+            self.leave(self.apart[layer], output)
 
     def _count(self, kind: str) -> int:
         layer = self.counts.get(kind, 0)
@@ -214,6 +222,9 @@ class _Interception:
             operands=operand_unit(query.dtype, query.device),
             dropout=float(arguments.get("dropout") or 0.0),
             module=module,
+            parent=self.parents.get(module),
+            position_ids=facts.positions(self.frames, query.shape[2]),
+            frequency_dtype=facts.frequency_dtype(self.model),
             hidden_states=_detached(hidden),
         )
 
@@ -245,6 +256,12 @@ def _intercept(interception: _Interception) -> Iterator[None]:
             # always_call: an exception in the forward must not leave the stacks unbalanced.
             after = module.register_forward_hook(leave, always_call=True)
             stack.callback(after.remove)
+            parent = interception.parents.get(module)
+            layout = layout_of(module, parent)
+            layer = layout.output_layer(module, parent) if layout and layout.apart else None
+            if layer is not None and leave == interception.leave_attention:
+                interception.apart[layer] = module
+                stack.callback(layer.register_forward_hook(interception.leave_output_layer).remove)
         with _lock:
             _interceptions.append(interception)
             # Replacements stand nearest to the kernel: a probe sees what they computed.

@@ -13,6 +13,8 @@ ORDER = [
     "masks",
     "terms",
     "rounding",
+    "rotary",
+    "layouts",
     "formula",
     "spans",
     "words",
@@ -92,7 +94,7 @@ def test_a_module_imports_only_from_above(module):
     assert imported <= set(ORDER[: ORDER.index(module)])
 
 
-@pytest.mark.parametrize("module", ["masks", "terms", "rounding", "formula"])
+@pytest.mark.parametrize("module", ["masks", "terms", "rounding", "rotary", "layouts", "formula"])
 def test_the_formula_knows_nothing_of_transformers(module):
     roots = {name.split(".")[0] for name in imports(PACKAGE / f"{module}.py")}
     assert roots <= {
