@@ -137,15 +137,23 @@ class _Interception:
     unseen: list[UnseenAttention] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)  # calls so far in this forward, by kind
     step: int = -1
+    frequency_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         self.names = {module: name for name, module in self.model.named_modules()}
         self.parents = {child: one for one in self.names for child in one.children()}
+        for module in self.names:
+            layout = layout_of(module, self.parents.get(module))
+            if layout is not None and layout.apart and _asks_for_kernel(_forward(type(module))):
+                layer = layout.output_layer(module, self.parents.get(module))
+                if layer is not None:
+                    self.apart[layer] = module
 
     def enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.frames:
             self.step += 1
             self.counts = {}
+            self.frequency_dtype = facts.frequency_dtype(self.model)
         arguments = _arguments(module, args, kwargs)
         caches = [value for value in arguments.values() if isinstance(value, Cache)]
         # Read now: once the layers have run, the cache holds this forward's tokens too.
@@ -224,7 +232,7 @@ class _Interception:
             module=module,
             parent=self.parents.get(module),
             position_ids=facts.positions(self.frames, query.shape[2]),
-            frequency_dtype=facts.frequency_dtype(self.model),
+            frequency_dtype=self.frequency_dtype,
             hidden_states=_detached(hidden),
         )
 
@@ -256,12 +264,9 @@ def _intercept(interception: _Interception) -> Iterator[None]:
             # always_call: an exception in the forward must not leave the stacks unbalanced.
             after = module.register_forward_hook(leave, always_call=True)
             stack.callback(after.remove)
-            parent = interception.parents.get(module)
-            layout = layout_of(module, parent)
-            layer = layout.output_layer(module, parent) if layout and layout.apart else None
-            if layer is not None and leave == interception.leave_attention:
-                interception.apart[layer] = module
-                stack.callback(layer.register_forward_hook(interception.leave_output_layer).remove)
+        for layer in interception.apart:
+            after = layer.register_forward_hook(interception.leave_output_layer)
+            stack.callback(after.remove)
         with _lock:
             _interceptions.append(interception)
             # Replacements stand nearest to the kernel: a probe sees what they computed.

@@ -1,8 +1,9 @@
 """X → query, key, value, and heads → W_O, from the layer's own weights, family by family.
 
 Which layer gives what is known by the names of the layers (`attnprobe.layouts`); what stands
-between them and the kernel, by the attention class (`FAMILIES`). What is not known is said to be
-so, never guessed.
+between them and the kernel, by the attention class (`FAMILIES`). Of a class that is not there it
+is supposed that it does what most do: what then agrees is verified, as no chance makes it agree;
+what does not is not known, see `unsure`.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ class Family:
         pairs: which two numbers its rotary positions turn together; None if it has none.
         norm: what `q_norm` and `k_norm` do to each head: the RMS norm times their weight (Llama's),
             or times 1 + weight (Gemma's); None if it has none.
+        known: this project's own tests show that it is so; else it is supposed.
     """
 
     pairs: rotary.Pairs | None = None
     norm: Literal["weight", "1 + weight"] | None = None
+    known: bool = True
 
 
 _PLAIN = Family()
@@ -60,48 +63,66 @@ def projected(call: AttentionCall) -> dict[str, Bounded] | str:
     X·W + b, its norm, its rotary positions and its scale, as far as the family has them. Key and
     value are those of this forward's own T tokens, not what a cache adds before them.
     """
-    known = _known(call)
-    if isinstance(known, str):
-        return known
-    if call.hidden_states is None:
+    found = _found(call)
+    if isinstance(found, str):
+        return found
+    layout, family = found
+    x, query = call.hidden_states, call.query
+    if x is None:
         return "the attention module's input was not seen"
-    layout, family = known
+    if x.shape[:-1] != (len(query), query.shape[2]):
+        return f"the input has shape {tuple(x.shape)}, the query {tuple(query.shape)}"
     frequencies = _frequencies(call) if family.pairs else None
     if isinstance(frequencies, str):
         return frequencies
     result = {}
     for name in PARTS:
-        x = _split_linear(call, layout, name)
+        made = _split_linear(call, layout, name, x)
         if family.norm and name != "value":
             weight, eps = _norm(call, family, name)
-            x = rms_norm(x, weight, eps, call.rounding)
+            made = rms_norm(made, weight, eps, call.rounding)
         if family.pairs and frequencies and name != "value":
             assert call.position_ids is not None
-            x = rotary.rotated(x, call.position_ids, frequencies, family.pairs, call.rounding)
+            made = rotary.rotated(made, call.position_ids, frequencies, family.pairs, call.rounding)
         if name == "query" and _scaled_beforehand(call):
-            x = scaled(x, call.query.shape[-1] ** -0.5, call.rounding)
-        result[name] = x
+            made = scaled(made, query.shape[-1] ** -0.5, call.rounding)
+        result[name] = made
     return result
 
 
 def merged(call: AttentionCall) -> Bounded | str:
     """heads · W_O + b, (B, T, E), from the model's own head output; or why that is not known."""
-    known = _known(call)
-    if isinstance(known, str):
-        return known
+    found = _found(call)
+    if isinstance(found, str):
+        return found
     if call.head_output_model is None or call.attention_output is None:
         return "the attention module's output was not seen"
     heads = call.head_output_model.flatten(-2)  # (B, T, H·Dv): heads side by side
-    return linear(heads, *_weight_and_bias(_output_layer(call, known[0])), call.rounding)
+    weight, bias = _weight_and_bias(_output_layer(call, found[0]))
+    shape = (*heads.shape[:-1], weight.shape[1])
+    if call.attention_output.shape != shape:
+        return f"the module's output has shape {tuple(call.attention_output.shape)}, W_O's {shape}"
+    return linear(heads, weight, bias, call.rounding)
+
+
+def unsure(call: AttentionCall) -> str:
+    """Why a disagreement is none of the model's own, as its class is not known; "" if it is."""
+    found = _found(call)
+    if isinstance(found, str) or found[1].known:
+        return ""
+    return (
+        f"whether {type(call.module).__name__} does more than its linear layers, a norm and rotary "
+        "positions is not known"
+    )
 
 
 def source(call: AttentionCall, name: str, head: int) -> str:
     """In words, where one head's query, key or value comes from: its rows or columns of a weight,
     and what is done to it before the kernel gets it."""
-    known = _known(call)
-    if isinstance(known, str):
+    found = _found(call)
+    if isinstance(found, str) or not found[1].known:
         return f"what the kernel got from {call.name}"
-    layout, family = known
+    layout, family = found
     part, rows = _rows(call, layout, name)
     own = head // (call.heads // len(rows))
     layer = getattr(call.module, part)
@@ -129,21 +150,23 @@ def value_norms(call: AttentionCall, heads: list[int], value: Tensor) -> Tensor 
     Returns:
         The lengths; or, as text, why W_O is not known.
     """
-    known = _known(call)
-    if isinstance(known, str):
-        return known
-    weight, _ = _weight_and_bias(_output_layer(call, known[0]))  # (H·Dv, E)
+    found = _found(call)
+    if isinstance(found, str):
+        return found
+    layout, family = found
+    if not family.known:
+        return f"what {type(call.module).__name__} does between its heads and W_O is not known"
+    weight, _ = _weight_and_bias(_output_layer(call, layout))  # (H·Dv, E)
     by_head = weight.reshape(call.heads, -1, weight.shape[-1])[heads].double()  # (h, Dv, E)
     norms: Tensor = (value.double() @ by_head).norm(dim=-1)  # (h, S)
     return norms
 
 
-def _known(call: AttentionCall) -> tuple[Layout, Family] | str:
-    """What is known of a call's own weights; or why nothing is."""
+def _found(call: AttentionCall) -> tuple[Layout, Family] | str:
+    """What is known or supposed of a call's own weights; or why nothing is."""
     kind = type(call.module).__name__
-    family = FAMILIES.get(kind)
     layout = layout_of(call.module, call.parent)
-    if family is None or layout is None:
+    if call.module is None or layout is None:
         return f"the projections of {kind} are not known"
     if call.kind == "cross":
         return "the projections of cross-attention are not known"
@@ -152,16 +175,24 @@ def _known(call: AttentionCall) -> tuple[Layout, Family] | str:
         part, rows = _rows(call, layout, name)
         sizes[part] = max(sizes.get(part, 0), int(rows.max()) + 1)
     for part, size in sizes.items():
-        reason = _unlike(f"{call.name}.{part}", getattr(call.module, part), size)
+        reason = _unlike(f"{call.name}.{part}", getattr(call.module, part), out=size)
         if reason:
             return reason
-    output = _output_layer(call, layout)
-    reason = _unlike(f"{call.name}'s {layout.output}", output) or _unknown_norm(call, family)
-    return reason or (layout, family)
+    heads = call.heads * call.value.shape[-1]
+    reason = _unlike(f"{call.name}'s {layout.output}", _output_layer(call, layout), into=heads)
+    family = FAMILIES.get(kind) or _supposed(call.module)
+    return reason or _unknown_norm(call, family) or (layout, family)
 
 
-def _unlike(name: str, layer: nn.Module, size: int | None = None) -> str:
-    """Why a layer is not known to compute x·W + b of so many numbers; "" if it is.
+def _supposed(module: nn.Module) -> Family:
+    """What most models do whose config and layers look like this."""
+    rotates = getattr(getattr(module, "config", None), "rope_parameters", None)
+    has_norm = hasattr(module, "q_norm") and hasattr(module, "k_norm")
+    return Family("halves" if rotates else None, "weight" if has_norm else None, known=False)
+
+
+def _unlike(name: str, layer: nn.Module, into: int | None = None, out: int | None = None) -> str:
+    """Why a layer is not known to make `out` numbers of `into` by x·W + b; "" if it is.
 
     An adapter or a quantised layer may be called Linear as well, so its very class is compared.
     """
@@ -173,16 +204,16 @@ def _unlike(name: str, layer: nn.Module, size: int | None = None) -> str:
         return f"the weight of {name} is packed, or not in memory"
     if not weight.is_floating_point():
         return f"the weight of {name} is packed as {weight.dtype}"
-    found = _weight_and_bias(layer)[0].shape[1]
-    if size is not None and found != size:
-        return f"{name} gives {found} numbers, and query, key and value of its heads are {size}"
+    found = tuple(_weight_and_bias(layer)[0].shape)
+    if found != (into or found[0], out or found[1]):
+        return f"{name} makes {found[1]} numbers of {found[0]}, unlike the heads: {into or out}"
     return ""
 
 
 def _unknown_norm(call: AttentionCall, family: Family) -> str:
     """Why what stands between the linear layers and the kernel is not known; "" if it is."""
-    assert call.module is not None
-    children = dict(call.module.named_children())
+    module: Any = call.module
+    children = dict(module.named_children())
     norms = {name for name in children if name[0] in "qk" and "norm" in name}
     if norms != ({"q_norm", "k_norm"} if family.norm else set()):
         return f"{call.name} has {', '.join(sorted(norms)) or 'no norm'}: that is not known"
@@ -191,6 +222,8 @@ def _unknown_norm(call: AttentionCall, family: Family) -> str:
         weight: Any = getattr(children[name], "weight", None)
         if not isinstance(weight, Tensor) or weight.shape != size:
             return f"{call.name}.{name} has no weight of size {size[0]}: what it does is not known"
+    if norms and not hasattr(module.config, "rms_norm_eps"):
+        return f"the config tells no eps for {call.name}'s norms"
     return ""
 
 
@@ -211,15 +244,13 @@ def _rows(call: AttentionCall, layout: Layout, name: str) -> tuple[str, Tensor]:
     return part, first + torch.arange(size)  # (heads, D)
 
 
-def _split_linear(call: AttentionCall, layout: Layout, name: str) -> Bounded:
+def _split_linear(call: AttentionCall, layout: Layout, name: str, x: Tensor) -> Bounded:
     """X·W + b of query, key or value, head by head, (B, heads, T, D)."""
-    assert call.hidden_states is not None
     part, rows = _rows(call, layout, name)
     weight, bias = _weight_and_bias(getattr(call.module, part))
     own = rows.flatten().to(weight.device)
-    y, bound = linear(
-        call.hidden_states, weight[:, own], None if bias is None else bias[own], call.rounding
-    )  # (B, T, heads·D)
+    bias = None if bias is None else bias[own]
+    y, bound = linear(x, weight[:, own], bias, call.rounding)  # (B, T, heads·D)
     return _by_head(y, len(rows)), _by_head(bound, len(rows))
 
 
@@ -261,7 +292,7 @@ def _frequencies(call: AttentionCall) -> rotary.Frequencies | str:
     parameters = config.rope_parameters
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "rope_theta" not in parameters:  # Gemma 3: some for each kind of layer
-        parameters = parameters.get(kinds[module.layer_idx]) or {}
+        parameters = parameters.get(kinds[getattr(module, "layer_idx", call.layer)]) or {}
     if call.position_ids is None:
         return "the tokens have more than one position each"
     return rotary.frequencies(parameters, call.query.shape[-1], call.frequency_dtype)
