@@ -148,7 +148,11 @@ def frequency_dtype(model: nn.Module) -> torch.dtype:
 
     `from_pretrained(dtype=…)` keeps them in float32; `model.to(dtype)` rounds them too.
     """
-    held = [x.dtype for name, x in model.named_buffers() if name.endswith("inv_freq")]
+    held = [
+        buffer.dtype
+        for name, buffer in model.named_buffers()
+        if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
+    ]
     return max(held, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 

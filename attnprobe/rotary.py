@@ -104,9 +104,9 @@ def _llama3(f: Tensor, error: Tensor, size: int, parameters: Mapping[str, Any]) 
         float(parameters[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")
     )
     waves = parameters["original_max_position_embeddings"] * f / (2 * math.pi)  # in a context
-    kept = ((waves - low) / (high - low)).clamp(0, 1)
-    of_kept = (high / (high - low)) * (error + 5 * _U) + 2 * _U
-    return f * ((1 - kept) / factor + kept), error + factor * of_kept + 5 * _U, 1.0
+    slowed = (high - waves) / (high - low)
+    off = (waves / (high - low)) * (error + 5 * _U) + 4 * _U * (1 + slowed.abs())
+    return *_slowed(f, error, factor, slowed, off), 1.0
 
 
 def _yarn(f: Tensor, error: Tensor, size: int, parameters: Mapping[str, Any]) -> _Scaled:
@@ -125,10 +125,20 @@ def _yarn(f: Tensor, error: Tensor, size: int, parameters: Mapping[str, Any]) ->
     if first == last:
         last += 0.001
     pair = torch.arange(size // 2, dtype=torch.float64)
-    slowed = ((pair - first) / (last - first)).clamp(0, 1)
-    of_slowed = 4 * _U * (pair + abs(first) + abs(last)) / abs(last - first) + 3 * _U
-    value = f * (slowed / factor + (1 - slowed))
-    return value, error + factor * of_slowed + 5 * _U, _attention_factor(factor, parameters)
+    slowed = (pair - first) / (last - first)
+    off = 4 * _U * (pair + abs(first) + abs(last)) / abs(last - first) + 3 * _U
+    return *_slowed(f, error, factor, slowed, off), _attention_factor(factor, parameters)
+
+
+def _slowed(
+    f: Tensor, error: Tensor, factor: float, part: Tensor, off: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Frequencies of which a part, cut to 0 … 1 and itself off by `off`, is divided by `factor`;
+    and their relative error. Where the part is cut, its error is nothing."""
+    error_of_part = off * ((part > -off) & (part < 1 + off))
+    part = part.clamp(0, 1)
+    value = f * (part / factor + (1 - part))
+    return value, error + error_of_part * f / value + 5 * _U
 
 
 def _attention_factor(factor: float, parameters: Mapping[str, Any]) -> float:
