@@ -214,9 +214,9 @@ def _unknown_norm(call: AttentionCall, family: Family) -> str:
     """Why what stands between the linear layers and the kernel is not known; "" if it is."""
     module: Any = call.module
     children = dict(module.named_children())
-    norms = {name for name in children if name[0] in "qk" and "norm" in name}
-    if norms != ({"q_norm", "k_norm"} if family.norm else set()):
-        return f"{call.name} has {', '.join(sorted(norms)) or 'no norm'}: that is not known"
+    norms = sorted(name for name in children if name[0] in "qk" and "norm" in name)
+    if norms != (["k_norm", "q_norm"] if family.norm else []):
+        return f"{call.name} has {', '.join(norms) or 'no norm'}: that is not known"
     size = (call.query.shape[-1],)
     for name in norms:
         weight: Any = getattr(children[name], "weight", None)

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, StaticCache
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    StaticCache,
+)
 from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
@@ -576,28 +582,46 @@ def test_a_class_that_is_not_known_is_verified_or_not_checked_never_wrong():
     assert source(call, "query", 0) == "what the kernel got from model.layers.0.self_attn"
 
 
-def test_cross_attention_is_not_known():
-    config = AutoConfig.for_model(
-        "bart",
-        vocab_size=99,
-        d_model=60,
-        encoder_layers=1,
-        decoder_layers=2,
-        encoder_attention_heads=6,
-        decoder_attention_heads=6,
-        encoder_ffn_dim=70,
-        decoder_ffn_dim=70,
-        init_std=0.3,
-    )
-    from transformers import BartModel
-
+def encoder_decoder(kind):
+    """A small BART or T5: one layer to read with, two to write with."""
+    sizes = {
+        "bart": {
+            "d_model": 60,
+            "encoder_layers": 1,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 6,
+            "decoder_attention_heads": 6,
+            "encoder_ffn_dim": 70,
+            "decoder_ffn_dim": 70,
+        },
+        "t5": {
+            "d_model": 60,
+            "d_kv": 14,
+            "d_ff": 70,
+            "num_layers": 1,
+            "num_decoder_layers": 2,
+            "num_heads": 6,
+        },
+    }
     torch.manual_seed(0)
-    model = BartModel(config).eval()
+    model = AutoModel.from_config(AutoConfig.for_model(kind, vocab_size=99, **sizes[kind])).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(std=0.25)
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_self_attention_of_an_encoder_decoder_is_verified_and_cross_attention_not_known(
+    kind, dtype
+):
+    model = encoder_decoder(kind).to(dtype)
     with torch.no_grad(), ap.probe(model) as calls:
         model(torch.tensor(TEXTS[:1]), decoder_input_ids=torch.tensor([[5, 17, 23]]))
     cap = dataclasses.replace(ap.capture(small("opt"), TEXTS[0]), calls=tuple(calls))
-    for call, row in zip(calls, split_by_call(cap), strict=True):
-        assert set(row.verdict) == {"verified" if call.kind == "self" else "not_checked"}
+    for call, frame in zip(calls, split_by_call(cap), strict=True):
+        assert set(frame.verdict) == {"verified" if call.kind == "self" else "not_checked"}
     assert [call.kind for call in calls].count("self") == 3
 
 
