@@ -129,7 +129,7 @@ def _packs_documents(frames: list[dict[str, Any]]) -> bool:
     ) and not any(isinstance(frame.get("attention_mask"), Tensor) for frame in frames)
 
 
-def positions(frames: list[dict[str, Any]], queries: int) -> Tensor | None:
+def positions(frames: list[dict[str, Any]], batch: int, queries: int) -> Tensor | None:
     """At which position each token of a call stands, (B or 1, T); None if it has more than one.
 
     They are the inputs' own `position_ids`, the outermost model's first; without them models count
@@ -137,8 +137,12 @@ def positions(frames: list[dict[str, Any]], queries: int) -> Tensor | None:
     """
     given = [frame["position_ids"] for frame in frames if frame.get("position_ids") is not None]
     if given:
-        fitting = [one for one in given if one.dim() == 2 and one.shape[1] == queries]
-        return fitting[0] if fitting else None
+        fitting = [
+            one
+            for one in given
+            if isinstance(one, Tensor) and one.shape in ((batch, queries), (1, queries))
+        ]
+        return fitting[0].detach() if fitting else None
     past = max((frame["past"] for frame in frames), default=0)
     return torch.arange(past, past + queries)[None]
 

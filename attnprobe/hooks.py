@@ -231,7 +231,7 @@ class _Interception:
             dropout=float(arguments.get("dropout") or 0.0),
             module=module,
             parent=self.parents.get(module),
-            position_ids=facts.positions(self.frames, query.shape[2]),
+            position_ids=facts.positions(self.frames, len(query), query.shape[2]),
             frequency_dtype=self.frequency_dtype,
             hidden_states=_detached(hidden),
         )

@@ -289,10 +289,10 @@ def _frequencies(call: AttentionCall) -> rotary.Frequencies | str:
     """The layer's rotary frequencies, from the config; or why they are not known."""
     module: Any = call.module
     config = module.config
-    parameters = config.rope_parameters
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and "rope_theta" not in parameters:  # Gemma 3: some for each kind of layer
-        parameters = parameters.get(kinds[getattr(module, "layer_idx", call.layer)]) or {}
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds and layer is not None and "rope_theta" not in parameters:
+        parameters = parameters.get(kinds[layer]) or {}  # Gemma 3: some for each kind of layer
     if call.position_ids is None:
         return "the tokens have more than one position each"
     return rotary.frequencies(parameters, call.query.shape[-1], call.frequency_dtype)

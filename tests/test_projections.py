@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
 import attnprobe as ap
-from attnprobe import rotary
+from attnprobe import facts, rotary
 from attnprobe.projections import projected, source, value_norms
 from attnprobe.rounding import arithmetic, linear, rms_norm, scaled
 
@@ -663,6 +663,12 @@ def test_positions_are_counted_from_the_cache_where_none_are_given():
     cap = ap.capture(model, TEXTS)
     for frame in split_by_call(dataclasses.replace(cap, calls=tuple(calls))):
         assert frame.verdict.eq("verified").all(), frame
+
+
+def test_several_positions_a_token_are_not_known():
+    call = ap.capture(small("llama"), TEXTS).calls[0]
+    assert facts.positions([{"position_ids": torch.zeros(3, 2, 19), "past": 0}], 2, 19) is None
+    assert "more than one position" in projected(dataclasses.replace(call, position_ids=None))
 
 
 def test_frequencies_rounded_with_the_model_are_taken_as_they_are_held():
