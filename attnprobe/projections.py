@@ -222,7 +222,8 @@ def _unknown_norm(call: AttentionCall, family: Family) -> str:
         weight: Any = getattr(children[name], "weight", None)
         if not isinstance(weight, Tensor) or weight.shape != size:
             return f"{call.name}.{name} has no weight of size {size[0]}: what it does is not known"
-    if norms and not hasattr(module.config, "rms_norm_eps"):
+    eps = getattr(getattr(module, "config", None), "rms_norm_eps", None)
+    if norms and eps is None:
         return f"the config tells no eps for {call.name}'s norms"
     return ""
 

@@ -15,7 +15,7 @@ Models compute the frequencies and angles in float32, whatever their own dtype. 
 3. Cosine and sine are 1-Lipschitz, are right to `TRIG_ULPS` by themselves, and are rounded to u_s:
    |Δcos| ≤ min(|Δangle|, 2) + 2·TRIG_ULPS·u + u_s·|cos|.
 4. The turned pair is a·cos - b·sin and b·cos + a·sin: what a and b were off is turned along, what
-   cos and sin are off is multiplied by a and b, and two products and a sum are rounded to u_s.
+   cos and sin are off is multiplied by a and b, and each product and their sum are rounded to u_s.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def rotated(
         moved = cos_by_off * (cos.abs() + cos_off) + by_cos.abs() * cos_off
         moved = moved + sin_by_off * (sin.abs() + sin_off) + by_sin.abs() * sin_off
         largest = by_cos.abs() * cos.abs() + by_sin.abs() * sin.abs() + moved
-        return moved + gamma(3, unit) * largest + 3 * rounding.tiny
+        return moved + gamma(2, unit + unit_roundoff(torch.float64)) * largest + 3 * rounding.tiny
 
     turned = _join(a * cos - b * sin, b * cos + a * sin, pairs)
     bounds = _join(bound(a, b, a_off, b_off), bound(b, a, b_off, a_off), pairs)
