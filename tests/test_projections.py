@@ -770,3 +770,16 @@ def test_words_for_where_a_tensor_comes_from(kind, name, head, words):
     if "then" not in words:
         own = head // (6 // getattr(call, name).shape[1])
         torch.testing.assert_close(made.float(), getattr(call, name)[0, own])
+
+
+def test_the_coarsest_frequencies_of_a_model_count():
+    model = nn.ModuleList([nn.Module(), nn.Module(), nn.Module()])
+    assert facts.frequency_dtype(model) == torch.float32
+    for one, name, dtype in zip(
+        model,
+        ("inv_freq", "sliding_attention_inv_freq", "original_inv_freq"),
+        (torch.float32, torch.float16, torch.bfloat16),
+        strict=True,
+    ):
+        one.register_buffer(name, torch.ones(3, dtype=dtype))
+    assert facts.frequency_dtype(model) == torch.float16
