@@ -119,7 +119,8 @@ def _largest_error(call: AttentionCall) -> Tensor:
 
 
 def _merge(call: AttentionCall) -> list[Row]:
-    """heads · W_O + b against the attention module's output; one row."""
+    """heads · W_O + b against the attention module's output, or where more follows in it, or W_O
+    stands outside of it, against what W_O gave; one row."""
     expected = merged(call)
     if isinstance(expected, str):
         return [Row("merge", call.layer, None, reason=expected)]
