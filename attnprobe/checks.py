@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnprobe.basis import basis_of, row_blocks
 from attnprobe.formula import Tile
-from attnprobe.projections import merged, projected
+from attnprobe.projections import merged, projected, unsure
 from attnprobe.records import AttentionCall
 from attnprobe.report import Row
 
@@ -24,7 +24,8 @@ _EMPTY = "{} in {} may round these scores so far that the output could be any of
 
 
 def _projection(call: AttentionCall) -> list[Row]:
-    """X·W + b against query, key and value; a row per head, the worst of its three."""
+    """X·W + b, normed and turned as the family does, against query, key and value; a row per head,
+    the worst of its three."""
     expected = projected(call)
     if isinstance(expected, str):
         return [Row("projection", call.layer, None, reason=expected)]
@@ -34,10 +35,21 @@ def _projection(call: AttentionCall) -> list[Row]:
         # A cache's keys stand before this forward's own, and a static cache's room behind them.
         first = 0 if name == "query" else offset
         got = getattr(call, name)[:, :, first : first + want.shape[2]]
+        if got.shape != want.shape:
+            reason = f"this forward's own {name} is not found among {getattr(call, name).shape[2]}"
+            return [Row("projection", call.layer, None, reason=reason)]
         repeats = call.heads // got.shape[1]
         error = (got.double() - want).abs().repeat_interleave(repeats, 1)
         worst.update(error, bound.repeat_interleave(repeats, 1))
-    return worst.rows("projection", call)
+    return _settled(worst.rows("projection", call), call)
+
+
+def _settled(rows: list[Row], call: AttentionCall) -> list[Row]:
+    """The rows of `projection` or `merge`; of a class that is not known, none is a mismatch."""
+    reason = unsure(call)
+    if reason and any(row.verdict == "mismatch" for row in rows):
+        return [Row(rows[0].check, call.layer, None, reason=reason)]
+    return rows
 
 
 def _mask(call: AttentionCall) -> list[Row]:
@@ -124,7 +136,8 @@ def _largest_error(call: AttentionCall) -> Tensor:
 
 
 def _merge(call: AttentionCall) -> list[Row]:
-    """heads · W_O + b against the attention module's output; one row."""
+    """heads · W_O + b against the attention module's output, or where more follows in it, or W_O
+    stands outside of it, against what W_O gave; one row."""
     expected = merged(call)
     if isinstance(expected, str):
         return [Row("merge", call.layer, None, reason=expected)]
@@ -132,7 +145,8 @@ def _merge(call: AttentionCall) -> list[Row]:
     want, bound = expected
     worst = _Worst(1, call.query.device)
     worst.update((call.attention_output.double() - want).abs()[:, None], bound[:, None])
-    return [replace(row, head=None) for row in worst.rows("merge", call)]
+    rows = [replace(row, head=None) for row in worst.rows("merge", call)]
+    return _settled(rows, call)
 
 
 class _Worst:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -164,6 +165,37 @@ def _packs_documents(frames: list[dict[str, Any]]) -> bool:
         isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
         for positions in given
     ) and not any(isinstance(frame.get("attention_mask"), Tensor) for frame in frames)
+
+
+def positions(frames: list[dict[str, Any]], batch: int, queries: int) -> Tensor | None:
+    """At which position each token of a call stands, (B or 1, T); None if it has more than one.
+
+    They are the inputs' own `position_ids`, the outermost model's first; without them models count
+    on from what the cache holds, padding or not.
+    """
+    given = [frame["position_ids"] for frame in frames if frame.get("position_ids") is not None]
+    if given:
+        fitting = [
+            one
+            for one in given
+            if isinstance(one, Tensor) and one.shape in ((batch, queries), (1, queries))
+        ]
+        return fitting[0].detach() if fitting else None
+    past = max((frame["past"] for frame in frames), default=0)
+    return torch.arange(past, past + queries)[None]
+
+
+def frequency_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype in which a model holds its rotary frequencies; float32 if it holds none.
+
+    `from_pretrained(dtype=…)` keeps them in float32; `model.to(dtype)` rounds them too.
+    """
+    held = [
+        buffer.dtype
+        for name, buffer in model.named_buffers()
+        if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
+    ]
+    return max(held, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def _fits(padding: Any, batch: int, keys: int) -> bool:

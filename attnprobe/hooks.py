@@ -32,6 +32,7 @@ from attnprobe.inspecting import (
     torchs_attention,
 )
 from attnprobe.known import KNOWN_TYPES
+from attnprobe.layouts import layout_of
 from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, UnseenAttention
 from attnprobe.rounding import operand_unit
@@ -145,6 +146,8 @@ class _Interception:
     leave: Callable[[nn.Module, Any], None] | None = None
     replaces: bool = False
     names: dict[nn.Module, str] = field(default_factory=dict)
+    parents: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    apart: dict[nn.Module, nn.Module] = field(default_factory=dict)  # W_O -> its attention module
     frames: list[dict[str, Any]] = field(default_factory=list)  # arguments of the models running
     inside: list[_Entered] = field(default_factory=list)  # attention modules running
     unseen: list[UnseenAttention] = field(default_factory=list)
@@ -152,21 +155,30 @@ class _Interception:
         default_factory=dict
     )  # calls in this forward
     step: int = -1
+    frequency_dtype: torch.dtype = torch.float32
     encoder: str = ""  # how the names of an encoder-decoder's encoder's modules begin
     following: Following = field(init=False)
     follows: bool = False  # whether there are modules to follow
 
     def __post_init__(self) -> None:
         self.names = {module: name for name, module in self.model.named_modules()}
+        self.parents = {child: one for one in self.names for child in one.children()}
         self.following = Following(self.followed, self.refused)
         config = getattr(self.model, "config", None)
         if getattr(config, "is_encoder_decoder", False) and isinstance(self.model, PreTrainedModel):
             self.encoder = f"{self.names[self.model.get_encoder()]}."
+        for module in self.names:
+            layout = layout_of(module, self.parents.get(module))
+            if layout is not None and layout.apart and asks_for_kernel(forward_of(type(module))):
+                layer = layout.output_layer(module, self.parents.get(module))
+                if layer is not None:
+                    self.apart[layer] = module
 
     def enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.frames:
             self.step += 1
             self.counts = {}
+            self.frequency_dtype = facts.frequency_dtype(self.model)
         arguments = arguments_of(module, args, kwargs)
         caches = [value for value in arguments.values() if isinstance(value, Cache)]
         # Read now: once the layers have run, the cache holds this forward's tokens too.
@@ -200,8 +212,12 @@ class _Interception:
         if reason and output is not None:  # None: an exception came first
             layer = self._count(entered.kind, module)
             self.unseen.append(UnseenAttention(layer, self.names[module], reason))
-        if self.leave is not None:
+        if self.leave is not None and module not in self.apart.values():
             self.leave(module, output)
+
+    def leave_output_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.leave is not None:
+            self.leave(self.apart[layer], output)
 
     def enter_own(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.inside.append(_Entered(module, arguments_of(module, args, kwargs), asks=False))
@@ -286,6 +302,9 @@ class _Interception:
             operands=operand_unit(query.dtype, query.device),
             dropout=float(arguments.get("dropout") or 0.0),
             module=module,
+            parent=self.parents.get(module),
+            position_ids=facts.positions(self.frames, len(query), query.shape[2]),
+            frequency_dtype=self.frequency_dtype,
             hidden_states=_detached(hidden),
         )
 
@@ -322,6 +341,9 @@ def _intercept(interception: _Interception) -> Iterator[None]:
             after = module.register_forward_hook(leave, always_call=True)
             stack.callback(after.remove)
         stack.callback(interception.following.close)
+        for layer in interception.apart:
+            after = layer.register_forward_hook(interception.leave_output_layer)
+            stack.callback(after.remove)
         with _lock:
             _interceptions.append(interception)
             # Replacements stand nearest to the kernel: a probe sees what they computed.

@@ -1,69 +1,142 @@
 """X → query, key, value, and heads → W_O, from the layer's own weights, family by family.
 
-A family is known by its attention class. What is not known is said to be so, never guessed.
+Which layer gives what is known by the names of the layers (`attnprobe.layouts`); what stands
+between them and the kernel, by the attention class (`FAMILIES`). Of a class that is not there it
+is supposed that it does what most do: what then agrees is verified, as no chance makes it agree;
+what does not is not known, see `unsure`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from attnprobe import rotary
+from attnprobe.facts import SCALED_BEFOREHAND
+from attnprobe.layouts import Layout, layout_of
 from attnprobe.records import AttentionCall
-from attnprobe.rounding import linear
+from attnprobe.rounding import Bounded, linear, rms_norm, scaled
 
-Projected = tuple[Tensor, Tensor]
-"""What a projection should give, and the bound on its rounding: both float64."""
+PARTS = ("query", "key", "value")
 
 
-def projected(call: AttentionCall) -> dict[str, Projected] | str:
-    """X·W + b for query, key and value, each (B, H or Hkv, T, D); or why that is not known.
+@dataclass(frozen=True)
+class Family:
+    """What one attention class does to query and key between its linear layers and the kernel.
 
-    Key and value are those of this forward's own T tokens, not what a cache adds before them.
+    Attributes:
+        pairs: which two numbers its rotary positions turn together; None if it has none.
+        norm: what `q_norm` and `k_norm` do to each head: the RMS norm times their weight (Llama's),
+            or times 1 + weight (Gemma's); None if it has none.
+        known: this project's own tests show that it is so; else it is supposed.
     """
-    family = _family(call)
-    if isinstance(family, str):
-        return family
-    if call.hidden_states is None:
+
+    pairs: rotary.Pairs | None = None
+    norm: Literal["weight", "1 + weight"] | None = None
+    known: bool = True
+
+
+_PLAIN = Family()
+_ROTARY = Family(pairs="halves")
+
+FAMILIES = {
+    **dict.fromkeys(("GPT2Attention", "OPTAttention", "T5Attention", "BartAttention"), _PLAIN),
+    **dict.fromkeys(("BertSelfAttention", "RobertaSelfAttention"), _PLAIN),
+    **dict.fromkeys(("AlbertAttention", "DistilBertSelfAttention"), _PLAIN),
+    **dict.fromkeys(("LlamaAttention", "MistralAttention", "MixtralAttention"), _ROTARY),
+    **dict.fromkeys(("Qwen2Attention", "GemmaAttention", "Gemma2Attention"), _ROTARY),
+    **dict.fromkeys(("PhiAttention", "Phi3Attention", "GPTNeoXAttention"), _ROTARY),
+    "GptOssAttention": _ROTARY,
+    "CohereAttention": Family(pairs="neighbours"),
+    "Qwen3Attention": Family(pairs="halves", norm="weight"),
+    "Gemma3Attention": Family(pairs="halves", norm="1 + weight"),
+}
+
+
+def projected(call: AttentionCall) -> dict[str, Bounded] | str:
+    """What query, key and value should be, each (B, H or Hkv, T, D); or why that is not known.
+
+    X·W + b, its norm, its rotary positions and its scale, as far as the family has them. Key and
+    value are those of this forward's own T tokens, not what a cache adds before them.
+    """
+    found = _found(call)
+    if isinstance(found, str):
+        return found
+    layout, family = found
+    x, query = call.hidden_states, call.query
+    if x is None:
         return "the attention module's input was not seen"
-    return family.projected(call)
+    if x.shape[:-1] != (len(query), query.shape[2]):
+        return f"the input has shape {tuple(x.shape)}, the query {tuple(query.shape)}"
+    frequencies = _frequencies(call) if family.pairs else None
+    if isinstance(frequencies, str):
+        return frequencies
+    result = {}
+    for name in PARTS:
+        made = _split_linear(call, layout, name, x)
+        if family.norm and name != "value":
+            weight, eps = _norm(call, family, name)
+            made = rms_norm(made, weight, eps, call.rounding)
+        if family.pairs and frequencies and name != "value":
+            assert call.position_ids is not None
+            made = rotary.rotated(made, call.position_ids, frequencies, family.pairs, call.rounding)
+        if name == "query" and _scaled_beforehand(call):
+            made = scaled(made, query.shape[-1] ** -0.5, call.rounding)
+        result[name] = made
+    return result
 
 
-def merged(call: AttentionCall) -> Projected | str:
+def merged(call: AttentionCall) -> Bounded | str:
     """heads · W_O + b, (B, T, E), from the model's own head output; or why that is not known."""
-    family = _family(call)
-    if isinstance(family, str):
-        return family
+    found = _found(call)
+    if isinstance(found, str):
+        return found
     if call.head_output_model is None or call.attention_output is None:
         return "the attention module's output was not seen"
-    return family.merged(call)
+    heads = call.head_output_model.flatten(-2)  # (B, T, H·Dv): heads side by side
+    weight, bias = _weight_and_bias(_output_layer(call, found[0]))
+    shape = (*heads.shape[:-1], weight.shape[1])
+    if call.attention_output.shape != shape:
+        return f"the module's output has shape {tuple(call.attention_output.shape)}, W_O's {shape}"
+    return linear(heads, weight, bias, call.rounding)
 
 
-def _family(call: AttentionCall) -> Family | str:
-    """What is known of a call's own weights; or why nothing is."""
-    name = type(call.module).__name__
-    family = FAMILIES.get(name)
-    if family is None:
-        return f"the projections of {name} are not known"
-    if call.kind == "cross":
-        return "the projections of cross-attention are not known"
-    for part, kind in family.parts.items():
-        found = type(getattr(call.module, part)).__name__
-        if found != kind:  # an adapter or a quantised layer: its product is not x·W + b
-            return f"{call.name}.{part} is a {found}, not a {kind}: what it computes is not known"
-    return family
+def unsure(call: AttentionCall) -> str:
+    """Why a disagreement is none of the model's own, as its class is not known; "" if it is."""
+    found = _found(call)
+    if isinstance(found, str) or found[1].known:
+        return ""
+    return (
+        f"whether {type(call.module).__name__} does more than its linear layers, a norm and rotary "
+        "positions is not known"
+    )
 
 
 def source(call: AttentionCall, name: str, head: int) -> str:
-    """In words, where one head's query, key or value comes from: the weight and its columns."""
-    tensor: Tensor = getattr(call, name)
-    family = _family(call)
-    if isinstance(family, str):
+    """In words, where one head's query, key or value comes from: its rows or columns of a weight,
+    and what is done to it before the kernel gets it."""
+    found = _found(call)
+    if isinstance(found, str) or not found[1].known:
         return f"what the kernel got from {call.name}"
-    own = head // (call.heads // tensor.shape[1])
-    return family.source(call, name, own)
+    layout, family = found
+    part, rows = _rows(call, layout, name)
+    own = head // (call.heads // len(rows))
+    layer = getattr(call.module, part)
+    span = f"{int(rows[own, 0])}:{int(rows[own, -1]) + 1}"  # they stand one after the other
+    product, span = ("X·W", f":, {span}") if isinstance(layer, Conv1D) else ("X·Wᵀ", span)
+    words = [f"{product}{'' if layer.bias is None else ' + b'}"]
+    words.append(f"head {own}: {call.name}.{part}.weight[{span}]")
+    if family.norm and name != "value":
+        words.append(f"then its RMS norm, {_norm_name(name)}")
+    if family.pairs and name != "value":
+        words.append("then turned by the token's position (rotary)")
+    if name == "query" and _scaled_beforehand(call):
+        words.append("then times 1/√d_k")
+    return "; ".join(words)
 
 
 def value_norms(call: AttentionCall, heads: list[int], value: Tensor) -> Tensor | str:
@@ -77,70 +150,155 @@ def value_norms(call: AttentionCall, heads: list[int], value: Tensor) -> Tensor 
     Returns:
         The lengths; or, as text, why W_O is not known.
     """
-    family = _family(call)
-    if isinstance(family, str):
-        return family
-    weight = family.output_weight(call)[heads].double()  # (h, Dv, E)
-    norms: Tensor = (value.double() @ weight).norm(dim=-1)  # (h, S)
+    found = _found(call)
+    if isinstance(found, str):
+        return found
+    layout, family = found
+    if not family.known:
+        return f"what {type(call.module).__name__} does between its heads and W_O is not known"
+    weight, _ = _weight_and_bias(_output_layer(call, layout))  # (H·Dv, E)
+    by_head = weight.reshape(call.heads, -1, weight.shape[-1])[heads].double()  # (h, Dv, E)
+    norms: Tensor = (value.double() @ by_head).norm(dim=-1)  # (h, S)
     return norms
 
 
-def _gpt2_projected(call: AttentionCall) -> dict[str, Projected]:
-    """One matrix of shape (E, 3E) holds W_Q, W_K and W_V side by side, each with H·D columns."""
-    assert call.hidden_states is not None
+def _found(call: AttentionCall) -> tuple[Layout, Family] | str:
+    """What is known or supposed of a call's own weights; or why nothing is."""
+    kind = type(call.module).__name__
+    layout = layout_of(call.module, call.parent)
+    if call.module is None or layout is None:
+        return f"the projections of {kind} are not known"
+    if call.kind == "cross":
+        return "the projections of cross-attention are not known"
+    sizes: dict[str, int] = {}  # how many numbers each layer gives
+    for name in PARTS:
+        part, rows = _rows(call, layout, name)
+        sizes[part] = max(sizes.get(part, 0), int(rows.max()) + 1)
+    for part, size in sizes.items():
+        reason = _unlike(f"{call.name}.{part}", getattr(call.module, part), out=size)
+        if reason:
+            return reason
+    heads = call.heads * call.value.shape[-1]
+    reason = _unlike(f"{call.name}'s {layout.output}", _output_layer(call, layout), into=heads)
+    family = FAMILIES.get(kind) or _supposed(call.module)
+    return reason or _unknown_norm(call, family) or (layout, family)
+
+
+def _supposed(module: nn.Module) -> Family:
+    """What most models do whose config and layers look like this."""
+    rotates = getattr(getattr(module, "config", None), "rope_parameters", None)
+    has_norm = hasattr(module, "q_norm") and hasattr(module, "k_norm")
+    return Family("halves" if rotates else None, "weight" if has_norm else None, known=False)
+
+
+def _unlike(name: str, layer: nn.Module, into: int | None = None, out: int | None = None) -> str:
+    """Why a layer is not known to make `out` numbers of `into` by x·W + b; "" if it is.
+
+    An adapter or a quantised layer may be called Linear as well, so its very class is compared.
+    """
+    kind = type(layer)
+    if kind not in (nn.Linear, Conv1D):
+        return f"{name} is a {kind.__module__}.{kind.__name__}: what it computes is not known"
+    weight: Any = layer.weight
+    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor or weight.is_meta:
+        return f"the weight of {name} is packed, or not in memory"
+    if not weight.is_floating_point():
+        return f"the weight of {name} is packed as {weight.dtype}"
+    found = tuple(_weight_and_bias(layer)[0].shape)
+    if found != (into or found[0], out or found[1]):
+        return f"{name} makes {found[1]} numbers of {found[0]}, unlike the heads: {into or out}"
+    return ""
+
+
+def _unknown_norm(call: AttentionCall, family: Family) -> str:
+    """Why what stands between the linear layers and the kernel is not known; "" if it is."""
     module: Any = call.module
-    weights = module.c_attn.weight.detach().chunk(3, dim=1)  # 3 × (E, E)
-    biases = module.c_attn.bias.detach().chunk(3)
-    result = {}
-    for name, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
-        y, bound = linear(call.hidden_states, weight, bias, call.rounding)  # (B, T, E)
-        result[name] = (_split_heads(y, call.heads), _split_heads(bound, call.heads))
-    return result
+    children = dict(module.named_children())
+    norms = sorted(name for name in children if name[0] in "qk" and "norm" in name)
+    if norms != (["k_norm", "q_norm"] if family.norm else []):
+        return f"{call.name} has {', '.join(norms) or 'no norm'}: that is not known"
+    size = (call.query.shape[-1],)
+    for name in norms:
+        weight: Any = getattr(children[name], "weight", None)
+        if not isinstance(weight, Tensor) or weight.shape != size:
+            return f"{call.name}.{name} has no weight of size {size[0]}: what it does is not known"
+    eps = getattr(getattr(module, "config", None), "rms_norm_eps", None)
+    if norms and eps is None:
+        return f"the config tells no eps for {call.name}'s norms"
+    return ""
 
 
-def _gpt2_merged(call: AttentionCall) -> Projected:
-    assert call.head_output_model is not None
-    heads = call.head_output_model.flatten(-2)  # (B, T, E): heads side by side
-    module: Any = call.module
-    weight, bias = module.c_proj.weight.detach(), module.c_proj.bias.detach()
-    return linear(heads, weight, bias, call.rounding)
+def _rows(call: AttentionCall, layout: Layout, name: str) -> tuple[str, Tensor]:
+    """The layer that gives query, key or value, and which of its outputs, (heads, D) int64."""
+    shapes = [getattr(call, part).shape for part in PARTS]
+    sizes = [shape[1] * shape[3] for shape in shapes]
+    at = PARTS.index(name)
+    heads, size = shapes[at][1], shapes[at][3]
+    if layout.by_head:
+        first = torch.arange(heads)[:, None] * sum(shape[3] for shape in shapes)
+        first = first + sum(shape[3] for shape in shapes[:at])
+    else:
+        first = torch.arange(heads)[:, None] * size
+        if len(layout.inputs) == 1:
+            first = first + sum(sizes[:at])
+    part = layout.inputs[0] if len(layout.inputs) == 1 else layout.inputs[at]
+    return part, first + torch.arange(size)  # (heads, D)
 
 
-def _split_heads(x: Tensor, heads: int) -> Tensor:
+def _split_linear(call: AttentionCall, layout: Layout, name: str, x: Tensor) -> Bounded:
+    """X·W + b of query, key or value, head by head, (B, heads, T, D)."""
+    part, rows = _rows(call, layout, name)
+    weight, bias = _weight_and_bias(getattr(call.module, part))
+    own = rows.flatten().to(weight.device)
+    bias = None if bias is None else bias[own]
+    y, bound = linear(x, weight[:, own], bias, call.rounding)  # (B, T, heads·D)
+    return _by_head(y, len(rows)), _by_head(bound, len(rows))
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
     """(B, T, H·D) -> (B, H, T, D)."""
     batch, tokens, _ = x.shape
     return x.view(batch, tokens, heads, -1).transpose(1, 2)
 
 
-def _gpt2_source(call: AttentionCall, name: str, head: int) -> str:
-    size = call.query.shape[-1]
-    first = ("query", "key", "value").index(name) * call.heads * size + head * size
-    return f"X·W + b; head {head}: {call.name}.c_attn.weight[:, {first}:{first + size}]"
+def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
+    """A layer's W, (in, out), and b, (out,), or None; x·W + b is what it gives."""
+    weight: Tensor = layer.weight.detach()
+    bias = None if layer.bias is None else layer.bias.detach()
+    return weight if isinstance(layer, Conv1D) else weight.T, bias
 
 
-def _gpt2_output_weight(call: AttentionCall) -> Tensor:
+def _output_layer(call: AttentionCall, layout: Layout) -> nn.Module:
+    assert call.module is not None
+    layer = layout.output_layer(call.module, call.parent)
+    assert layer is not None
+    return layer
+
+
+def _norm_name(name: str) -> str:
+    return f"{name[0]}_norm"
+
+
+def _norm(call: AttentionCall, family: Family, name: str) -> tuple[Tensor, float]:
+    """What a head's RMS norm multiplies by, (D,) float64, and its eps, from the config."""
     module: Any = call.module
-    weight: Tensor = module.c_proj.weight.detach()  # (H·Dv, E)
-    return weight.view(call.heads, -1, weight.shape[-1])  # (H, Dv, E)
+    weight = getattr(module, _norm_name(name)).weight.detach().double()
+    return weight + 1 if family.norm == "1 + weight" else weight, module.config.rms_norm_eps
 
 
-@dataclass(frozen=True)
-class Family:
-    """What is known of one attention class's own weights."""
+def _frequencies(call: AttentionCall) -> rotary.Frequencies | str:
+    """The layer's rotary frequencies, from the config; or why they are not known."""
+    module: Any = call.module
+    config = module.config
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds and layer is not None and "rope_theta" not in parameters:
+        parameters = parameters.get(kinds[layer]) or {}  # Gemma 3: some for each kind of layer
+    if call.position_ids is None:
+        return "the tokens have more than one position each"
+    return rotary.frequencies(parameters, call.query.shape[-1], call.frequency_dtype)
 
-    parts: dict[str, str]  # its linear layers, and the class each must be of
-    projected: Callable[[AttentionCall], dict[str, Projected]]
-    merged: Callable[[AttentionCall], Projected]
-    output_weight: Callable[[AttentionCall], Tensor]  # W_O head by head, (H, Dv, E)
-    source: Callable[[AttentionCall, str, int], str]
 
-
-FAMILIES = {
-    "GPT2Attention": Family(
-        parts={"c_attn": "Conv1D", "c_proj": "Conv1D"},
-        projected=_gpt2_projected,
-        merged=_gpt2_merged,
-        output_weight=_gpt2_output_weight,
-        source=_gpt2_source,
-    )
-}
+def _scaled_beforehand(call: AttentionCall) -> bool:
+    config = getattr(call.module, "config", None)
+    return getattr(config, "model_type", None) in SCALED_BEFOREHAND

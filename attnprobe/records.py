@@ -90,6 +90,12 @@ class AttentionCall:
     operands: float = 0.0
     """The unit with which torch rounded a matrix product's operands then; 0 if it did not."""
     module: nn.Module | None = None
+    parent: nn.Module | None = None
+    """The module that holds the attention module."""
+    position_ids: Tensor | None = None
+    """The position of each token, (B or 1, T); None where a token has several."""
+    frequency_dtype: torch.dtype = torch.float32
+    """The dtype in which the model holds its rotary frequencies, if it has any."""
     hidden_states: Tensor | None = None  # (B, T, E): X
     head_output_model: Tensor | None = None  # (B, T, H, Dv)
     weights_model: Tensor | None = None  # (B, H, T, S), eager only

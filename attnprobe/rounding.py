@@ -210,9 +210,11 @@ def bounds(
     return weights_bound, output_bound
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rounding: Arithmetic
-) -> tuple[Tensor, Tensor]:
+Bounded = tuple[Tensor, Tensor]
+"""What a layer should give, and the bound on a model's own error in it: both float64."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: Arithmetic) -> Bounded:
     """x·W + b in float64, and the bound on a kernel's error in it.
 
     Args:
@@ -237,6 +239,43 @@ def linear(
     inside = inside + rounding.tiny_accumulate * math.sqrt(length) * flushed
     stored = gamma(2, rounding.storage) * (size + inside)
     return y, inside + stored + rounding.tiny
+
+
+def scaled(x: Bounded, factor: float, rounding: Arithmetic) -> Bounded:
+    """x times a number: the number and the product are each rounded once, the latter as stored."""
+    y, off = x[0] * factor, x[1] * abs(factor)
+    unit = rounding.storage + rounding.accumulate + unit_roundoff(torch.float64)
+    return y, off + gamma(2, unit) * (y.abs() + off) + rounding.tiny
+
+
+def rms_norm(x: Bounded, weight: Tensor, eps: float, rounding: Arithmetic) -> Bounded:
+    """x / √(mean of x² + eps) · weight, and the bound on a model's error in it.
+
+    Zhang & Sennrich 2019, *Root Mean Square Layer Normalization*. Write m(x) for the root: it is
+    the length of (x/√D, √eps), so an error e in x moves it by at most |e|/√D, and x/m(x) by
+    e/m' + |x|/m·(|e|/√D)/m', where m' is the least that the model's own root can be.
+
+    Models compute it in float32, whatever their dtype: the cast, D squares, their sum, mean and
+    root, and the product are right to γ(D + 12). The result is rounded to the model's dtype before
+    the weight is multiplied (Llama), or after (Gemma), the product then: twice at most.
+
+    Args:
+        x: (..., D) float64, and how far the model's own may be off.
+        weight: (D,) float64.
+        eps: what keeps the root from 0.
+        rounding: of the model's dtype.
+    """
+    y, off = x
+    size = y.shape[-1]
+    root = (y.square().mean(-1, keepdim=True) + eps).sqrt()  # (..., 1)
+    moved = off.norm(dim=-1, keepdim=True) / math.sqrt(size)
+    least = (root - moved).clamp(min=math.sqrt(eps))
+    normed = y / root
+    error = off / least + normed.abs() * moved / least
+    error = error + gamma(size + 12, unit_roundoff(torch.float32)) * (normed.abs() + error)
+    normed, error = normed * weight, error * weight.abs()
+    stored = gamma(2, rounding.storage) * (normed.abs() + error)
+    return normed, error + stored + rounding.tiny * (1 + weight.abs())
 
 
 def by_key_head(left: Tensor, right: Tensor) -> Tensor:

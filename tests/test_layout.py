@@ -13,6 +13,8 @@ ORDER = [
     "masks",
     "terms",
     "rounding",
+    "rotary",
+    "layouts",
     "formula",
     "scoring",
     "folding",
@@ -97,7 +99,19 @@ def test_a_module_imports_only_from_above(module):
     assert imported <= set(ORDER[: ORDER.index(module)])
 
 
-@pytest.mark.parametrize("module", ["masks", "terms", "rounding", "formula", "scoring", "folding"])
+PURE = [
+    "masks",
+    "terms",
+    "rounding",
+    "rotary",
+    "layouts",
+    "formula",
+    "scoring",
+    "folding",
+]
+
+
+@pytest.mark.parametrize("module", PURE)
 def test_the_formula_knows_nothing_of_transformers(module):
     roots = {name.split(".")[0] for name in imports(PACKAGE / f"{module}.py")}
     assert roots <= {

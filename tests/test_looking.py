@@ -102,17 +102,17 @@ def test_by_value_is_the_length_of_what_each_brings(cap):
 
 
 def test_by_value_needs_a_known_w_o():
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import GraniteConfig, GraniteForCausalLM
 
-    config = LlamaConfig(
+    config = GraniteConfig(
         hidden_size=20,
         num_attention_heads=2,
         num_hidden_layers=1,
         intermediate_size=7,
         vocab_size=101,
     )
-    other = ap.capture(LlamaForCausalLM(config).eval(), [5, 6, 7])
-    with pytest.raises(ap.InputError, match=r"needs W_O, but .*LlamaAttention are not known"):
+    other = ap.capture(GraniteForCausalLM(config).eval(), [5, 6, 7])
+    with pytest.raises(ap.InputError, match=r"needs W_O, but what GraniteAttention does between"):
         ap.attended(other, "6", weigh="value")
     assert len(ap.attended(other, "6")) == 2
 

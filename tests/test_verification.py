@@ -358,7 +358,6 @@ def test_rules_that_are_not_known_are_no_mismatch(cls, config):
     report = ap.verify(cap)
     rows = [row for row in report.rows if "has rules of its own is not known" in row.reason]
     assert report.verdict == "verified"
-    assert cap.calls[0].facts_known is False
     if cls.__name__ == "CLIPTextModel":  # M is taken as it was passed, and said not to be checked
         assert {row.check for row in rows} == {"mask"}
         assert {row.verdict for row in rows} == {"not_checked"}
@@ -415,7 +414,7 @@ def test_an_adapter_on_a_projection_is_not_taken_for_the_projection(gpt2):
     frame = ap.verify(ap.capture(model, TEXTS)).to_frame()
     row = frame[(frame.check == "projection") & (frame.layer == 1)]
     assert row.verdict.tolist() == ["not_checked"]
-    assert "c_attn is a Adapter, not a Conv1D" in row.reason.item()
+    assert "Adapter: what it computes is not known" in row.reason.item()
     assert "mismatch" not in set(frame.verdict)
 
 
