@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 import attnprobe as ap
-from attnprobe.checks import BY_CALL
 from attnprobe.masks import MASKED_BELOW
 from attnprobe.records import AttentionCall
 from attnprobe.report import Row
@@ -58,7 +57,6 @@ class Trial:
         entropy: of the weights, as a share of its maximum; None if the kernel gives none.
         quiet: attention modules with a softmax of their own that ran beside what was seen.
         calls: what is known of each attention call.
-        probed: what `ap.probe` saw, where `ap.capture` refuses.
     """
 
     state: str
@@ -68,7 +66,6 @@ class Trial:
     entropy: float | None = None
     quiet: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
-    probed: dict[str, Any] = field(default_factory=dict)
 
 
 def texts() -> list[list[int]]:
@@ -101,8 +98,6 @@ def trial(task: str, kind: str, kernel: str) -> Trial:
         found = captured(model)
         if "put it in place as it ran" in found.reason:
             found = captured(model)
-    if found.state in ("unsupported", "crash"):
-        found.probed = probed(model)
     return found
 
 
@@ -278,25 +273,3 @@ def has_softmax(cls: type[nn.Module]) -> bool:
     methods = [value for one in own for value in vars(one).values() if inspect.isfunction(value)]
     names = {name for method in methods for name in inspect.unwrap(method).__code__.co_names}
     return not names.isdisjoint({"softmax", "Softmax", "logsumexp"})
-
-
-def probed(model: nn.Module) -> dict[str, Any]:
-    """What `ap.probe` sees of a forward of one's own: the calls, and each check of each."""
-    ids = torch.tensor([texts()[0], texts()[0][::-1]])
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if getattr(model.config, "is_encoder_decoder", False):
-        inputs["attention_mask"][1, 7:] = 0
-        inputs["decoder_input_ids"] = ids[:, :8]
-    try:
-        with torch.no_grad(), attention_run(model) as ran, ap.probe(model) as calls:
-            model(**inputs)
-        rows = [row for call in calls for check in BY_CALL.values() for row in check(call)]
-    except Exception as error:  # noqa: BLE001  # as above
-        return {"error": told(error)}
-    return {
-        "checks": by_check(rows),
-        "terms": terms(calls, model),
-        "entropy": entropy(calls),
-        "quiet": quiet(ran, calls),
-        "calls": [described(call) for call in calls],
-    }

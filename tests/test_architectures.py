@@ -7,8 +7,10 @@ import architectures
 import pytest
 import transformers
 from architecture_trial import TASKS, Trial, trial
-from architectures import Entry, page, running
+from architectures import CHECKS, PAGE, Entry, page, running
 from small_configs import VOCABULARY, small_config, small_model
+
+from attnprobe.known import KNOWN_TYPES
 
 
 def config(kind, task="causal"):
@@ -63,7 +65,7 @@ def test_a_verified_type():
             "attention that cannot be followed: its scores go through pad",
         ),
         ("causal", "bloom", "sdpa", "no_kernel", "BloomForCausalLM does not support"),
-        ("seq2seq", "t5", "eager", "unsupported", "encoder-decoder: a capture is of one text"),
+        ("causal", "xlnet", "eager", "unsupported", "it multiplies by einsum"),
         ("causal", "musicgen", "eager", "unsupported", "needs an input other than text"),
     ],
 )
@@ -73,9 +75,10 @@ def test_what_is_not_verified_has_a_state_and_a_reason(task, kind, kernel, state
     assert reason in found.reason
 
 
-def test_an_encoder_decoder_is_seen_by_a_probe():
-    calls = trial("seq2seq", "bart", "eager").probed["calls"]
-    assert [call["kind"] for call in calls] == ["self"] * 2 + ["self", "cross"] * 2
+def test_an_encoder_decoder_has_cross_attention():
+    found = trial("seq2seq", "bart", "eager")
+    assert [call["kind"] for call in found.calls] == ["self"] * 2 + ["self", "cross"] * 2
+    assert found.terms == ["cross attention"]
 
 
 def die(task, kind, kernel):
@@ -124,3 +127,81 @@ def test_the_page_does_not_depend_on_the_order_in_which_types_end():
     assert page(some) == page(some[::-1])
     assert page(some).index("`a`") < page(some).index("`b`")
     assert "| verified | 3 | 3 |" in page(some)
+
+
+# The committed table
+
+
+def rows():
+    """The rows of docs/architectures.md: (task, type, state, {check: mark})."""
+    task, found = "", []
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            task = line[3:]
+        elif line.startswith("| `"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            marks = dict(zip(CHECKS, cells[3 : 3 + len(CHECKS)], strict=True))
+            found.append((task, cells[0].strip("`"), cells[1], marks))
+    return found
+
+
+def test_the_table_is_of_this_release_and_keeps_its_floor():
+    text = PAGE.read_text(encoding="utf-8")
+    assert f"transformers {transformers.__version__}'s" in text
+    every = rows()
+    assert {(task, kind) for task, kind, *_ in every} == {
+        (task, kind) for task, kinds in TASKS.items() for kind in kinds
+    }
+    assert {state for _, _, state, _ in every} == {"verified", "unsupported"}
+    causal = set(TASKS["causal"])
+    verified = {task: set() for task in TASKS}
+    for task, kind, state, marks in every:
+        if state == "verified":
+            verified[task].add(kind)
+            assert marks["output"] == marks["logits"] == "✓", kind
+            assert "✗" not in marks.values()
+    assert len(verified["causal"]) >= 180
+    assert len((verified["masked"] | verified["seq2seq"]) - causal) >= 40
+
+
+def test_known_types_are_those_whose_mask_and_output_are_verified():
+    for _, kind, state, marks in rows():
+        if kind in KNOWN_TYPES:
+            assert (state, marks["mask"], marks["output"]) == ("verified", "✓", "✓"), kind
+    assert {kind for _, kind, *_ in rows()} >= KNOWN_TYPES
+
+
+# Chosen so that every term, and every way to see attention, is met.
+SOME = [
+    *("gpt2", "llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "granite_swa"),
+    *("llama4_text", "deepseek_v3", "deepseek_v32", "diffllama", "zamba2", "recurrent_gemma"),
+    *("lfm2", "opt", "phi3", "doge", "inkling2_text", "bloom", "falcon", "mpt", "gpt_neo", "xglm"),
+    *("openai-gpt", "roformer", "cpmant"),
+]
+OTHERS = [
+    *(("masked", kind) for kind in ("modernbert", "albert", "distilbert", "mpnet", "deberta-v2")),
+    *(("seq2seq", kind) for kind in ("t5", "bart", "fsmt", "t5gemma")),
+]
+
+
+@pytest.mark.parametrize(("task", "kind"), [*(("causal", kind) for kind in SOME), *OTHERS])
+def test_a_type_of_every_kind_is_verified(task, kind):
+    found = trial(task, kind, "eager")
+    assert (found.state, found.reason) == ("verified", "")
+    for check in ("output", "weights", "logits"):
+        assert "mismatch" not in found.checks[check]["verdicts"]
+    assert set(found.checks["output"]["verdicts"]) == {"verified"}
+
+
+def test_the_types_of_the_fast_subset_meet_every_term():
+    text = PAGE.read_text(encoding="utf-8")
+    lines = [
+        line
+        for line in text.splitlines()
+        if any(line.startswith(f"| `{kind}` |") for kind in [*SOME, *(kind for _, kind in OTHERS)])
+    ]
+    for term in (
+        *("GQA", "MQA", "window", "chunked", "softcap", "sinks", "bias", "bias in the mask"),
+        *("value size ≠ key size", "cross attention", "a module runs several times"),
+    ):
+        assert any(term in line for line in lines), term
