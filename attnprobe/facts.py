@@ -161,6 +161,19 @@ def _packs_documents(frames: list[dict[str, Any]]) -> bool:
     ) and not any(isinstance(frame.get("attention_mask"), Tensor) for frame in frames)
 
 
+def first_key(shape: tuple[int, int, int], frames: list[dict[str, Any]]) -> int:
+    """Where a self-attention call's own keys begin: after those that a cache held before it.
+
+    A cache that slides or was cropped holds fewer keys than tokens went by; see `mask_rule`.
+    """
+    _, queries, keys = shape
+    return min(_past(frames), keys - queries)
+
+
+def _past(frames: list[dict[str, Any]]) -> int:
+    return max((frame["past"] for frame in frames), default=0)
+
+
 def _fits(padding: Any, batch: int, keys: int) -> bool:
     """Whether this is one row of 0 and 1 for each text; transformers also hands on whole masks."""
     if not isinstance(padding, Tensor):
@@ -177,7 +190,7 @@ def mask_rule(
     frames: list[dict[str, Any]],
 ) -> MaskRule | None:
     """M's rule for one call, or None where the inputs do not say it: a mask of more than two axes,
-    or several documents packed into one text.
+    several documents packed into one text, a layer that was run outside of its model.
 
     Args:
         module: the attention module.
@@ -188,25 +201,27 @@ def mask_rule(
         frames: the arguments of the models that are running, the outermost first, with `past`: how
             many tokens a cache held before this forward.
     """
-    if _packs_documents(frames):
+    if not frames or _packs_documents(frames):
         return None
     batch, queries, keys = shape
-    padding = _padding_of(frames, kind, batch, keys)
+    # How many tokens have left a cache that slides.
+    gone = 0 if kind == "cross" else max(_past(frames) + queries - keys, 0)
+    padding = _padding_of(frames, kind, batch, gone + keys)
     if padding is not None:
-        if not _fits(padding, batch, keys):
+        if not _fits(padding, batch, gone + keys):
             return None
-        padding = padding[:, :keys].bool()
+        padding = padding[:, gone : gone + keys].bool()
     if kind == "cross":
         return MaskRule(queries, keys, causal=False, padding=padding)
-    # A cache that slides or was cropped holds fewer keys than tokens went by.
-    past = max((frame["past"] for frame in frames), default=0)
-    offset = past if past + queries <= keys else keys - queries
     causal = is_causal(config, module)
+    limits = reach(config, index, causal)
+    if gone and "chunk" in limits:  # chunks are counted from a token that is gone
+        return None
     return MaskRule(
         queries,
         keys,
         causal=causal,
         padding=padding,
-        offset=offset,
-        **reach(config, index, causal),
+        offset=first_key(shape, frames),
+        **limits,
     )

@@ -18,13 +18,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from attnprobe import facts
+from attnprobe.errors import ModelError
 from attnprobe.known import KNOWN_TYPES
 from attnprobe.models import as_language_model
-from attnprobe.records import AttentionCall, UnseenAttention
+from attnprobe.records import AttentionCall, Calls, UnseenAttention
 from attnprobe.rounding import operand_unit
 from attnprobe.terms import Terms
 
@@ -43,7 +45,7 @@ _get_interface = AttentionInterface.get_interface
 
 
 @contextmanager
-def probe(lm: object) -> Iterator[list[AttentionCall]]:
+def probe(lm: object) -> Iterator[Calls]:
     """Watch every forward or generate of a model inside the block.
 
     Args:
@@ -51,18 +53,22 @@ def probe(lm: object) -> Iterator[list[AttentionCall]]:
 
     Yields:
         A list of `AttentionCall`s that fills as the model runs, in order. The model computes what
-        it would have computed without the probe, with the same kernel, bit for bit.
+        it would have computed without the probe, with the same kernel, bit for bit. `verify` takes
+        the list. What gradient checkpointing runs again in the backward pass is not seen twice.
+
+    Raises:
+        InputError: no model.
+        ModelError: a model, or a part of one, that torch.compile has compiled.
     """
-    with watched(as_language_model(lm).model) as (calls, _):
+    with watched(as_language_model(lm).model) as calls:
         yield calls
 
 
 @contextmanager
-def watched(
-    model: nn.Module,
-) -> Iterator[tuple[list[AttentionCall], list[UnseenAttention]]]:
-    """As `probe`; yields also the attention modules that ran and asked for no kernel."""
-    calls: list[AttentionCall] = []
+def watched(model: nn.Module) -> Iterator[Calls]:
+    """As `probe`, for a bare model."""
+    _refuse_compiled(model)
+    calls = Calls()
     places: list[tuple[nn.Module, int]] = []  # calls whose module has not returned yet
 
     def watch(call: AttentionCall, run: Callable[[], KernelOutput]) -> KernelOutput:
@@ -85,9 +91,8 @@ def watched(
                 calls[at] = replace(calls[at], attention_output=first.detach())
         places[:] = [place for place in places if place[0] is not module]
 
-    interception = _Interception(model, watch, leave)
-    with _intercept(interception):
-        yield calls, interception.unseen
+    with _intercept(_Interception(model, watch, leave, unseen=calls.unseen)):
+        yield calls
 
 
 @contextmanager
@@ -136,17 +141,20 @@ class _Interception:
     counts: dict[str, int] = field(default_factory=dict)  # calls so far in this forward, by kind
     step: int = -1
     encoder: str = ""  # how the names of an encoder-decoder's encoder's modules begin
+    blocks: dict[int, tuple[BlockMask, Tensor]] = field(default_factory=dict)  # see `_mask`
 
     def __post_init__(self) -> None:
         self.names = {module: name for name, module in self.model.named_modules()}
         config = getattr(self.model, "config", None)
-        if getattr(config, "is_encoder_decoder", False) and isinstance(self.model, PreTrainedModel):
-            self.encoder = f"{self.names[self.model.get_encoder()]}."
+        encoder_of = getattr(self.model, "get_encoder", None)  # a wrapper hands it on
+        if getattr(config, "is_encoder_decoder", False) and encoder_of is not None:
+            self.encoder = f"{self.names[encoder_of()]}."
 
     def enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.frames:
             self.step += 1
             self.counts = {}
+            self.blocks = {}
         arguments = _arguments(module, args, kwargs)
         caches = [value for value in arguments.values() if isinstance(value, Cache)]
         # Read now: once the layers have run, the cache holds this forward's tokens too.
@@ -165,11 +173,29 @@ class _Interception:
 
     def leave_attention(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         entered = self.inside.pop()
-        if not entered.called and output is not None:  # None: an exception came first
+        missed = not entered.called and output is not None  # None: an exception came first
+        if missed and not self.runs_again:
             layer = self._count(entered.kind)
             self.unseen.append(UnseenAttention(layer, self.names[module]))
         if self.leave is not None:
             self.leave(module, output)
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether the backward pass runs a layer anew, as gradient checkpointing has it do."""
+        return not self.frames and torch._C._current_graph_task_id() != -1
+
+    def _mask(self, given: Any, query: Tensor, key: Tensor) -> Tensor | None:
+        """The mask passed. flex attention's is a function of positions: made once a forward."""
+        if not isinstance(given, BlockMask):
+            return _detached(given)
+        if id(given) not in self.blocks:
+            texts, heads = given.shape[:2]
+            dense = create_mask(  # (B, H or 1, T, S)
+                given.mask_mod, texts, heads, query.shape[2], key.shape[2], device=str(query.device)
+            )
+            self.blocks[id(given)] = (given, dense)
+        return self.blocks[id(given)][1]
 
     def _count(self, kind: str) -> int:
         layer = self.counts.get(kind, 0)
@@ -194,7 +220,7 @@ class _Interception:
         config = facts.config_of(module, config, index)
         scaling = arguments.get("scaling")
         causal = arguments.get("is_causal")
-        mask = arguments.get("attention_mask")
+        mask = self._mask(arguments.get("attention_mask"), query, key)
         hidden = own.get("hidden_states")
         return AttentionCall(
             layer=layer,
@@ -206,9 +232,10 @@ class _Interception:
             value=value,
             scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
             expected_scaling=facts.expected_scaling(config, query.shape[-1], index),
-            mask=_detached(mask),
+            mask=mask,
             is_causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
             expected_mask=facts.mask_rule(module, config, index, kind, shape, self.frames),
+            first_key=0 if kind == "cross" else facts.first_key(shape, self.frames),
             in_encoder=bool(self.encoder) and self.names[module].startswith(self.encoder),
             step=max(self.step, 0),
             terms=Terms(
@@ -232,9 +259,26 @@ def _detached(given: Any) -> Tensor | None:
 
 def _unheld(arguments: dict[str, Any], device: torch.device) -> tuple[str, ...]:
     terms = [term for term in facts.UNHELD if arguments.get(term) is not None]
+    mask = arguments.get("attention_mask")
+    if not isinstance(mask, Tensor | BlockMask | None):
+        terms.append(f"mask of type {type(mask).__name__}")
     if torch.is_autocast_enabled(device.type):
         terms.append("autocast: the kernel casts what it is given")
     return tuple(terms)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse what torch.compile made: compiled earlier, it runs past hooks and seam, unseen."""
+    for name, module in model.named_modules():
+        forward = module.forward
+        compiled = hasattr(forward, "_torchdynamo_orig_callable")
+        compiled &= not getattr(forward, "_torchdynamo_disable", False)
+        if compiled or module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+            raise ModelError(
+                f"{name or 'the model'} is compiled by torch.compile: compiled code runs past what "
+                "watches it. Give the model as it was before (model._orig_mod of a "
+                "torch.compile(model)), or load it again and do not compile it"
+            )
 
 
 @contextmanager
@@ -283,7 +327,11 @@ def _watched_kernel(
 ) -> KernelOutput:
     """Call the kernel through every interception that concerns the module."""
     run = functools.partial(kernel, module, *args, **kwargs)
-    concerned = [one for one in _interceptions if module in one.names]
+    concerned = [
+        one
+        for one in _interceptions
+        if module in one.names and (one.replaces or not one.runs_again)
+    ]
     if not concerned:
         return run()
     order = [*SEAM, *list(inspect.signature(kernel).parameters)[len(SEAM) :]]
