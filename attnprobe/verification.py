@@ -134,10 +134,10 @@ def _compared(
 
 
 def _in_step(row: Row, step: int) -> Row:
-    """A row of several forwards, with which one it is of where that matters."""
-    if row.verdict == "verified":
+    """A row of one of several forwards: a mismatch says of which."""
+    if row.verdict != "mismatch":
         return row
-    return replace(row, reason=f"{row.reason}; in step {step}" if row.reason else f"step {step}")
+    return replace(row, reason=f"in step {step}: {row.reason}" if row.reason else f"in step {step}")
 
 
 def _logits(cap: Capture) -> Row:
@@ -237,7 +237,10 @@ def _moved(call: AttentionCall, generator: torch.Generator) -> Tensor:
 
 
 def _layers_of(cap: Capture) -> int | None:
-    """How many layers the config speaks of, attention in them or not."""
+    """How many layers the config speaks of, attention in them or not; of one half of an
+    encoder-decoder it speaks alone."""
+    if cap.target is not None:
+        return None
     config = getattr(cap.lm.model, "config", None) if cap.lm is not None else None
     layers = getattr(config, "num_hidden_layers", None)
     return layers if isinstance(layers, int) else None
