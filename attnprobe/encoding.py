@@ -41,8 +41,9 @@ def encode(
     Raises:
         ModelError: a model that takes no token ids.
         InputError: no text, an empty one, one longer than the model's positions, text without a
-            tokenizer, ids outside the vocabulary; an encoder-decoder without a target, another
-            model with one, or not one target for each text.
+            tokenizer, ids outside the vocabulary; padding that would shift positions; an
+            encoder-decoder without a target, another model with one, or not one target for each
+            text.
     """
     config = getattr(lm.model, "config", None)
     if not getattr(config, "is_encoder_decoder", False):
@@ -93,6 +94,8 @@ def _batch(
     marks = [torch.ones_like(row) for row in rows]
     mask = pad_sequence(marks, batch_first=True, padding_value=0, padding_side=side)  # (B, T)
     inputs = {"input_ids": input_ids, "attention_mask": mask}
+    if not mask[:, 0].all():
+        _refuse_positions(lm.model, accepted)
     if not mask[:, 0].all() and "position_ids" in accepted:
         # Absolute positions count from a text's first token, not from the padding before it.
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0) + _first_position(lm.model)
@@ -106,6 +109,17 @@ def _accepted(model: nn.Module) -> set[str]:
     parameters = inspect.signature(model.forward).parameters
     hands_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return {*parameters, *(inspect.signature(inner.forward).parameters if hands_on else ())}
+
+
+def _refuse_positions(model: nn.Module, accepted: set[str]) -> None:
+    """Refuse padding before a text where it would shift the text's positions (BART)."""
+    for name, module in model.named_modules():
+        absolute = isinstance(module, nn.Embedding) and "position" in name
+        if absolute and "position_ids" not in accepted:
+            raise InputError(
+                f"{type(model).__name__} counts positions from the first token, padding or not "
+                f"({name}), and takes no position_ids: give padding_side='right'"
+            )
 
 
 def _first_position(model: nn.Module) -> int:

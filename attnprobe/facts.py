@@ -143,6 +143,11 @@ def _padding_of(frames: list[dict[str, Any]], kind: str, batch: int, keys: int) 
         batch: B.
         keys: S.
     """
+    whole = next((frame for frame in frames if frame.get("decoder_input_ids") is not None), None)
+    if whole is not None:  # an encoder-decoder: what it was given, not what its halves were
+        in_decoder = frames[-1].get("encoder_hidden_states") is not None
+        own = kind == "self" and in_decoder
+        return whole.get("decoder_attention_mask" if own else "attention_mask")
     if kind == "cross":
         return frames[-1].get("encoder_attention_mask") if frames else None
     if any(frame.get("encoder_decoder") for frame in frames):

@@ -42,6 +42,7 @@ SEAM = ("module", "query", "key", "value", "attention_mask")
 _interceptions: list[_Interception] = []
 _lock = threading.Lock()
 _get_interface = AttentionInterface.get_interface
+_get_compiled_call = PreTrainedModel.get_compiled_call
 
 
 @contextmanager
@@ -58,7 +59,8 @@ def probe(lm: object) -> Iterator[Calls]:
 
     Raises:
         InputError: no model.
-        ModelError: a model, or a part of one, that torch.compile has compiled.
+        ModelError: a model, or a part of one, that torch.compile has compiled; out of `generate`,
+            when it is about to compile the model.
     """
     with watched(as_language_model(lm).model) as calls:
         yield calls
@@ -270,15 +272,19 @@ def _unheld(arguments: dict[str, Any], device: torch.device) -> tuple[str, ...]:
 def _refuse_compiled(model: nn.Module) -> None:
     """Refuse what torch.compile made: compiled earlier, it runs past hooks and seam, unseen."""
     for name, module in model.named_modules():
-        forward = module.forward
-        compiled = hasattr(forward, "_torchdynamo_orig_callable")
-        compiled &= not getattr(forward, "_torchdynamo_disable", False)
-        if compiled or module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        called = module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+        if called or _is_compiled(module.forward):
             raise ModelError(
                 f"{name or 'the model'} is compiled by torch.compile: compiled code runs past what "
                 "watches it. Give the model as it was before (model._orig_mod of a "
                 "torch.compile(model)), or load it again and do not compile it"
             )
+
+
+def _is_compiled(function: Callable[..., Any]) -> bool:
+    """Whether torch.compile made this; what the compiler was told to leave alone looks alike."""
+    compiled = hasattr(function, "_torchdynamo_orig_callable")
+    return compiled and not getattr(function, "_torchdynamo_disable", False)
 
 
 @contextmanager
@@ -302,6 +308,7 @@ def _intercept(interception: _Interception) -> Iterator[None]:
             # Replacements stand nearest to the kernel: a probe sees what they computed.
             _interceptions.sort(key=lambda one: not one.replaces)
             AttentionInterface.get_interface = _get_watched_interface
+            PreTrainedModel.get_compiled_call = _refuse_compiling
         try:
             yield
         finally:
@@ -309,6 +316,18 @@ def _intercept(interception: _Interception) -> Iterator[None]:
                 _interceptions.remove(interception)
                 if not _interceptions:
                     AttentionInterface.get_interface = _get_interface
+                    PreTrainedModel.get_compiled_call = _get_compiled_call
+
+
+def _refuse_compiling(self: PreTrainedModel, compile_config: Any) -> Callable[..., Any]:
+    """Stands in for what gives `generate` compiled code where a cache has fixed places."""
+    call: Callable[..., Any] = _get_compiled_call(self, compile_config)
+    if _is_compiled(call) and any(self in one.names for one in _interceptions):
+        raise ModelError(
+            "generate would compile the model, and compiled code runs past what watches it: give "
+            "generate disable_compile=True"
+        )
+    return call
 
 
 def _get_watched_interface(

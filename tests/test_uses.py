@@ -10,6 +10,7 @@ from transformers import (
     BertConfig,
     BertModel,
     CompileConfig,
+    PreTrainedModel,
     pipeline,
 )
 from transformers.modeling_utils import AttentionInterface
@@ -63,14 +64,15 @@ def test_every_step_of_a_generation_is_verified(kind, kernel, options):
     assert len(report.to_frame().query("check == 'output'")) == report.steps * 2 * 6
 
 
+MORE = torch.tensor([[0, 0, 0, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+
+
 def test_padding_is_still_known_when_it_has_partly_left_a_sliding_cache():
-    calls = generated(small("mistral"), max_new_tokens=8)
-    last = [call for call in calls if call.layer == 0][-8:]
-    kept = [call.expected_mask.padding[0].tolist() for call in last]
-    assert kept[1] == [False, True, True, True, True, True][-5:] or kept[1] == [True] * 5
-    assert [call.key.shape[2] for call in last] == [7, 5, 5, 5, 5, 5, 5, 5]
-    lost = [one.mask is None for one in last]
-    assert ap.verify(calls).passed, lost
+    calls = generated(small("mistral"), attention_mask=MORE)
+    kept = [call.expected_mask.padding[0].int().tolist() for call in calls if call.layer == 0]
+    assert kept == [[0, 0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]
+    assert [call.first_key for call in calls if call.layer == 0] == [0, 4, 4, 4]
+    assert ap.verify(calls).passed
 
 
 @pytest.mark.parametrize("beams", [1, 2])
@@ -96,20 +98,25 @@ def test_a_wrong_mask_in_one_step_is_found_and_the_step_named(monkeypatch):
     model.generation_config.eos_token_id = None
     monkeypatch.setitem(kernels, "sdpa", forgets_padding)
     with ap.probe(model) as calls:
-        model.generate(IDS, attention_mask=LEFT, max_new_tokens=4, do_sample=False, pad_token_id=2)
+        model.generate(IDS, attention_mask=MORE, max_new_tokens=4, do_sample=False, pad_token_id=2)
     assert count[4] is not None
-    report = ap.verify(calls)
-    assert {(row.layer, row.reason) for row in report.rows if row.verdict == "mismatch"} == {
-        (0, "in step 2")
-    }
+    rows = ap.verify(calls).rows
+    wrong = {(row.check, row.layer, row.reason) for row in rows if row.verdict == "mismatch"}
+    assert wrong == {("output", 0, "in step 2")}
 
 
-def test_a_generation_that_transformers_compiles():
+def test_a_generation_that_transformers_would_compile_is_refused():
     config = CompileConfig(fullgraph=False, backend="eager")
     config._compile_all_devices = True  # as it does on a GPU
-    calls = generated(small("llama"), cache_implementation="static", compile_config=config)
-    assert [(call.step, call.layer) for call in calls] == [(s, n) for s in range(4) for n in (0, 1)]
-    assert ap.verify(calls).passed
+    model = small("llama")
+    options = {"cache_implementation": "static", "compile_config": config, "max_new_tokens": 3}
+    with pytest.raises(ap.ModelError, match="disable_compile=True"), ap.probe(model):
+        model.generate(IDS, attention_mask=LEFT, pad_token_id=2, **options)
+    assert PreTrainedModel.get_compiled_call.__name__ == "get_compiled_call"
+    calls = generated(model, disable_compile=True, **options)
+    assert [call.step for call in calls] == [0, 0, 1, 1, 2, 2]
+    with ap.probe(small("llama")):  # another model may be compiled
+        model.get_compiled_call(config)
 
 
 def test_a_pipeline_under_a_probe():
