@@ -21,8 +21,8 @@ from attnprobe.records import AttentionCall
 from attnprobe.terms import Terms
 
 _NO_RULE = (
-    "the mask came whole (4-D, or by layer type), so there are no facts to rebuild it from: M is "
-    "taken as the model passed it"
+    "the mask came whole (4-D, or by layer type) or the layer ran by itself, so there are no facts "
+    "to rebuild it from: M is taken as the model passed it"
 )
 _OWN_BIAS = "the model adds a bias of its own to the scores, taken as the model passed it"
 _OWN_SINKS = "the model computes sinks from the text, taken as the model passed them"

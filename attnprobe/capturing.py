@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attnprobe.encoding import encode
 from attnprobe.errors import InputError, ModelError, NonFiniteError
 from attnprobe.hooks import watched
-from attnprobe.models import as_language_model
+from attnprobe.models import as_language_model, device_of
 from attnprobe.records import Capture, LanguageModel
 
 
@@ -26,7 +26,8 @@ def capture(
 
     Args:
         lm: what `load` returns, a (model, tokenizer) pair, or a bare model with token ids.
-        text: one text, several (a padded batch), or token ids.
+        text: one text, several (a padded batch), token ids, or what a tokenizer returns: for a
+            chat, `capture(lm, lm.tokenizer.apply_chat_template(chat))`.
         target: for an encoder-decoder, what its decoder is given: texts, which then begin with the
             model's start token, or token ids as they are.
         padding_side: where a batch is filled up; the tokenizer's own side by default. Positions
@@ -39,18 +40,21 @@ def capture(
     Raises:
         InputError: no text, an empty one, or one longer than the model's positions; ids outside
             the vocabulary; a model in train mode with dropout; autocast.
-        ModelError: no attention call was seen; no output for each token; no model for token ids.
+        ModelError: no attention call was seen; no output for each token; no model for token ids; a
+            model that torch.compile has compiled, or whose weights are on "meta".
         NonFiniteError: NaN or infinity in the weights or in what was computed.
     """
     lm = as_language_model(lm)
     model = lm.model
     _refuse_dropout(model)
     _refuse_autocast(model)
-    batch = encode(lm, text, target, padding_side)
-    with torch.no_grad(), watched(model) as (calls, unseen):
+    with torch.no_grad(), watched(model) as calls:
+        batch = encode(lm, text, target, padding_side)
         outputs = model(**batch.inputs)
     if not calls:
-        reason = str(unseen[0]) if unseen else "it has none, or none by torch's own softmax"
+        reason = (
+            str(calls.unseen[0]) if calls.unseen else "it has none, or none by torch's own softmax"
+        )
         raise ModelError(
             f"{type(model).__name__} computed no softmax attention that attnprobe can see: {reason}"
         )
@@ -63,7 +67,7 @@ def capture(
         words=batch.words,
         calls=tuple(calls),
         output=output_of(outputs, model, rows).detach(),
-        unseen=tuple(unseen),
+        unseen=tuple(calls.unseen),
         inputs=batch.inputs,
         target=batch.target,
     )
@@ -99,8 +103,7 @@ def _refuse_dropout(model: nn.Module) -> None:
 
 
 def _refuse_autocast(model: nn.Module) -> None:
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if torch.is_autocast_enabled(device.type):
+    if torch.is_autocast_enabled(device_of(model).type):
         raise InputError(
             "autocast is on: kernels would cast what they are given, unseen. Capture outside of "
             "it, with the model loaded in the dtype you want"
@@ -125,6 +128,8 @@ def _refuse_nonfinite(cap: Capture) -> None:
 def _nonfinite(lm: LanguageModel | None, where: str, dtype: torch.dtype) -> NonFiniteError:
     assert lm is not None
     for name, parameter in lm.model.named_parameters():
+        if parameter.is_meta:  # offloaded: not here to be looked at
+            continue
         bad = int((~torch.isfinite(parameter)).sum())
         if bad:
             return NonFiniteError(

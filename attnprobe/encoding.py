@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from attnprobe.errors import InputError, ModelError
+from attnprobe.models import device_of
 from attnprobe.records import LanguageModel, Target
 from attnprobe.spans import refuse_surrogates
 from attnprobe.words import Words, read
@@ -39,8 +41,9 @@ def encode(
     Raises:
         ModelError: a model that takes no token ids.
         InputError: no text, an empty one, one longer than the model's positions, text without a
-            tokenizer, ids outside the vocabulary; an encoder-decoder without a target, another
-            model with one, or not one target for each text.
+            tokenizer, ids outside the vocabulary; padding that would shift positions; an
+            encoder-decoder without a target, another model with one, or not one target for each
+            text.
     """
     config = getattr(lm.model, "config", None)
     if not getattr(config, "is_encoder_decoder", False):
@@ -80,22 +83,43 @@ def _batch(
     if side not in ("left", "right"):
         raise InputError(f"padding_side must be 'left' or 'right', not {side!r}")
     filler = getattr(lm.tokenizer, "pad_token_id", None) or 0
-    accepted = inspect.signature(lm.model.forward).parameters
+    accepted = _accepted(lm.model)
     if "input_ids" not in accepted:
         raise ModelError(
             f"{type(lm.model).__name__} takes no token ids: there is no text to give it"
         )
-    device = next((weight.device for weight in lm.model.parameters()), torch.device("cpu"))
+    device = device_of(lm.model)
     rows = [torch.tensor(row, device=device) for row in ids]
     input_ids = pad_sequence(rows, batch_first=True, padding_value=filler, padding_side=side)
     marks = [torch.ones_like(row) for row in rows]
     mask = pad_sequence(marks, batch_first=True, padding_value=0, padding_side=side)  # (B, T)
     inputs = {"input_ids": input_ids, "attention_mask": mask}
+    if not mask[:, 0].all():
+        _refuse_positions(lm.model, accepted)
     if not mask[:, 0].all() and "position_ids" in accepted:
         # Absolute positions count from a text's first token, not from the padding before it.
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0) + _first_position(lm.model)
     words = (read(lm.tokenizer, row, one) for row, one in zip(ids, texts, strict=True))
     return Batch(texts, tuple(words), mask.bool(), inputs)
+
+
+def _accepted(model: nn.Module) -> set[str]:
+    """The names that a model's forward takes; a wrapper's (peft's) hands the rest to the inner."""
+    inner = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), model)
+    parameters = inspect.signature(model.forward).parameters
+    hands_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return {*parameters, *(inspect.signature(inner.forward).parameters if hands_on else ())}
+
+
+def _refuse_positions(model: nn.Module, accepted: set[str]) -> None:
+    """Refuse padding before a text where it would shift the text's positions (BART)."""
+    for name, module in model.named_modules():
+        absolute = isinstance(module, nn.Embedding) and "position" in name
+        if absolute and "position_ids" not in accepted:
+            raise InputError(
+                f"{type(model).__name__} counts positions from the first token, padding or not "
+                f"({name}), and takes no position_ids: give padding_side='right'"
+            )
 
 
 def _first_position(model: nn.Module) -> int:
@@ -111,6 +135,8 @@ def _token_ids(lm: LanguageModel, text: Any) -> tuple[tuple[str | None, ...], li
         raise InputError("expected text as str, got bytes: decode them first")
     if isinstance(text, str):
         text = [text]
+    if isinstance(text, Mapping):
+        text = _encoded(lm, text)
     if isinstance(text, Tensor):
         text = text.tolist()
     if not isinstance(text, Sequence) or not text:
@@ -123,12 +149,41 @@ def _token_ids(lm: LanguageModel, text: Any) -> tuple[tuple[str | None, ...], li
                 raise InputError(f"text {number} is empty: there is nothing to attend to")
             refuse_surrogates(one)
         return tuple(text), [list(lm.tokenizer(one, verbose=False)["input_ids"]) for one in text]
+    if any(isinstance(one, Mapping) for one in text):
+        raise InputError(
+            "a chat goes through its tokenizer's template: "
+            "capture(lm, tokenizer.apply_chat_template(chat))"
+        )
     if all(_is_id(one) for one in text):
         text = [text]
     rows = [row.tolist() if isinstance(row, Tensor) else row for row in text]
     if not all(isinstance(row, Sequence) and all(_is_id(one) for one in row) for row in rows):
         raise InputError("expected token ids as whole numbers, one list of them a text")
     return (None,) * len(rows), [list(row) for row in rows]
+
+
+def _encoded(lm: LanguageModel, given: Mapping[str, Any]) -> list[list[int]]:
+    """The ids of what a tokenizer returned, without the padding that its attention_mask marks."""
+    if "input_ids" not in given:
+        raise InputError(f"expected what a tokenizer returns, with input_ids; got {[*given]}")
+    rest = _accepted(lm.model) & {*given} - {"input_ids", "attention_mask"}
+    other = [name for name in sorted(rest) if torch.as_tensor(given[name]).any()]
+    if other:
+        raise InputError(f"capture gives a model its token ids alone, and no {', '.join(other)}")
+    ids, marks = (_rows(given.get(name)) for name in ("input_ids", "attention_mask"))
+    marks = marks or [[1] * len(row) for row in ids]
+    for row in marks:
+        if 0 in row[row.index(1) : len(row) - row[::-1].index(1)] if 1 in row else False:
+            raise InputError("attention_mask hides tokens within a text, not only padding")
+    return [
+        [one for one, mark in zip(row, seen, strict=True) if mark]
+        for row, seen in zip(ids, marks, strict=True)
+    ]
+
+
+def _rows(given: Any) -> list[list[int]]:
+    rows = torch.as_tensor(given).tolist() if isinstance(given, Tensor) else list(given or ())
+    return [rows] if rows and not isinstance(rows[0], list) else rows
 
 
 def _is_id(one: object) -> bool:

@@ -149,6 +149,11 @@ def _padding_of(frames: list[dict[str, Any]], kind: str, batch: int, keys: int) 
         batch: B.
         keys: S.
     """
+    whole = next((frame for frame in frames if frame.get("decoder_input_ids") is not None), None)
+    if whole is not None:  # an encoder-decoder: what it was given, not what its halves were
+        in_decoder = frames[-1].get("encoder_hidden_states") is not None
+        own = kind == "self" and in_decoder
+        return whole.get("decoder_attention_mask" if own else "attention_mask")
     if kind == "cross":
         return frames[-1].get("encoder_attention_mask") if frames else None
     if any(frame.get("encoder_decoder") for frame in frames):
@@ -181,7 +186,7 @@ def positions(frames: list[dict[str, Any]], batch: int, queries: int) -> Tensor 
             if isinstance(one, Tensor) and one.shape in ((batch, queries), (1, queries))
         ]
         return fitting[0].detach() if fitting else None
-    past = max((frame["past"] for frame in frames), default=0)
+    past = _past(frames)
     return torch.arange(past, past + queries)[None]
 
 
@@ -196,6 +201,19 @@ def frequency_dtype(model: nn.Module) -> torch.dtype:
         if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
     ]
     return max(held, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+def first_key(shape: tuple[int, int, int], frames: list[dict[str, Any]]) -> int:
+    """Where a self-attention call's own keys begin: after those that a cache held before it.
+
+    A cache that slides or was cropped holds fewer keys than tokens went by; see `mask_rule`.
+    """
+    _, queries, keys = shape
+    return min(_past(frames), keys - queries)
+
+
+def _past(frames: list[dict[str, Any]]) -> int:
+    return max((frame["past"] for frame in frames), default=0)
 
 
 def _fits(padding: Any, batch: int, keys: int) -> bool:
@@ -214,7 +232,7 @@ def mask_rule(
     frames: list[dict[str, Any]],
 ) -> MaskRule | None:
     """M's rule for one call, or None where the inputs do not say it: a mask of more than two axes,
-    or several documents packed into one text.
+    several documents packed into one text, a layer that was run outside of its model.
 
     Args:
         module: the attention module.
@@ -225,25 +243,27 @@ def mask_rule(
         frames: the arguments of the models that are running, the outermost first, with `past`: how
             many tokens a cache held before this forward.
     """
-    if _packs_documents(frames):
+    if not frames or _packs_documents(frames):
         return None
     batch, queries, keys = shape
-    padding = _padding_of(frames, kind, batch, keys)
+    # How many tokens have left a cache that slides.
+    gone = 0 if kind == "cross" else max(_past(frames) + queries - keys, 0)
+    padding = _padding_of(frames, kind, batch, gone + keys)
     if padding is not None:
-        if not _fits(padding, batch, keys):
+        if not _fits(padding, batch, gone + keys):
             return None
-        padding = padding[:, :keys].bool()
+        padding = padding[:, gone : gone + keys].bool()
     if kind == "cross":
         return MaskRule(queries, keys, causal=False, padding=padding)
-    # A cache that slides or was cropped holds fewer keys than tokens went by.
-    past = max((frame["past"] for frame in frames), default=0)
-    offset = past if past + queries <= keys else keys - queries
     causal = is_causal(config, module)
+    limits = reach(config, index, causal)
+    if gone and "chunk" in limits:  # chunks are counted from a token that is gone
+        return None
     return MaskRule(
         queries,
         keys,
         causal=causal,
         padding=padding,
-        offset=offset,
-        **reach(config, index, causal),
+        offset=first_key(shape, frames),
+        **limits,
     )

@@ -19,10 +19,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from attnprobe import facts
+from attnprobe.errors import ModelError
 from attnprobe.following import Following
 from attnprobe.inspecting import (
     arguments_of,
@@ -34,7 +36,7 @@ from attnprobe.inspecting import (
 from attnprobe.known import KNOWN_TYPES
 from attnprobe.layouts import layout_of
 from attnprobe.models import as_language_model
-from attnprobe.records import AttentionCall, UnseenAttention
+from attnprobe.records import AttentionCall, Calls, UnseenAttention
 from attnprobe.rounding import operand_unit
 from attnprobe.terms import Terms
 
@@ -50,10 +52,11 @@ SEAM = ("module", "query", "key", "value", "attention_mask")
 _interceptions: list[_Interception] = []
 _lock = threading.Lock()
 _get_interface = AttentionInterface.get_interface
+_get_compiled_call = PreTrainedModel.get_compiled_call
 
 
 @contextmanager
-def probe(lm: object) -> Iterator[list[AttentionCall]]:
+def probe(lm: object) -> Iterator[Calls]:
     """Watch every forward or generate of a model inside the block.
 
     Args:
@@ -61,18 +64,23 @@ def probe(lm: object) -> Iterator[list[AttentionCall]]:
 
     Yields:
         A list of `AttentionCall`s that fills as the model runs, in order. The model computes what
-        it would have computed without the probe, with the same kernel, bit for bit.
+        it would have computed without the probe, with the same kernel, bit for bit. `verify` takes
+        the list. What gradient checkpointing runs again in the backward pass is not seen twice.
+
+    Raises:
+        InputError: no model.
+        ModelError: a model, or a part of one, that torch.compile has compiled; out of `generate`,
+            when it is about to compile the model.
     """
-    with watched(as_language_model(lm).model) as (calls, _):
+    with watched(as_language_model(lm).model) as calls:
         yield calls
 
 
 @contextmanager
-def watched(
-    model: nn.Module,
-) -> Iterator[tuple[list[AttentionCall], list[UnseenAttention]]]:
-    """As `probe`; yields also the attention modules that ran and asked for no kernel."""
-    calls: list[AttentionCall] = []
+def watched(model: nn.Module) -> Iterator[Calls]:
+    """As `probe`, for a bare model."""
+    _refuse_compiled(model)
+    calls = Calls()
     places: list[tuple[nn.Module, int]] = []  # calls whose module has not returned yet
 
     def watch(call: AttentionCall, run: Callable[[], KernelOutput]) -> KernelOutput:
@@ -95,9 +103,8 @@ def watched(
                 calls[at] = replace(calls[at], attention_output=first.detach())
         places[:] = [place for place in places if place[0] is not module]
 
-    interception = _Interception(model, watch, leave)
-    with _intercept(interception):
-        yield calls, interception.unseen
+    with _intercept(_Interception(model, watch, leave, unseen=calls.unseen)):
+        yield calls
 
 
 @contextmanager
@@ -159,14 +166,16 @@ class _Interception:
     encoder: str = ""  # how the names of an encoder-decoder's encoder's modules begin
     following: Following = field(init=False)
     follows: bool = False  # whether there are modules to follow
+    blocks: dict[int, tuple[BlockMask, Tensor]] = field(default_factory=dict)  # see `_mask`
 
     def __post_init__(self) -> None:
         self.names = {module: name for name, module in self.model.named_modules()}
         self.parents = {child: one for one in self.names for child in one.children()}
         self.following = Following(self.followed, self.refused)
         config = getattr(self.model, "config", None)
-        if getattr(config, "is_encoder_decoder", False) and isinstance(self.model, PreTrainedModel):
-            self.encoder = f"{self.names[self.model.get_encoder()]}."
+        encoder_of = getattr(self.model, "get_encoder", None)  # a wrapper hands it on
+        if getattr(config, "is_encoder_decoder", False) and encoder_of is not None:
+            self.encoder = f"{self.names[encoder_of()]}."
         for module in self.names:
             layout = layout_of(module, self.parents.get(module))
             if layout is not None and layout.apart and asks_for_kernel(forward_of(type(module))):
@@ -178,6 +187,7 @@ class _Interception:
         if not self.frames:
             self.step += 1
             self.counts = {}
+            self.blocks = {}
             self.frequency_dtype = facts.frequency_dtype(self.model)
         arguments = arguments_of(module, args, kwargs)
         caches = [value for value in arguments.values() if isinstance(value, Cache)]
@@ -209,7 +219,7 @@ class _Interception:
         reason = entered.refused
         if entered.asks and not entered.asked:
             reason = "it asks transformers for no kernel"
-        if reason and output is not None:  # None: an exception came first
+        if reason and output is not None and not self.runs_again:  # None: an exception
             layer = self._count(entered.kind, module)
             self.unseen.append(UnseenAttention(layer, self.names[module], reason))
         if self.leave is not None and module not in self.apart.values():
@@ -218,6 +228,23 @@ class _Interception:
     def leave_output_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.leave is not None:
             self.leave(self.apart[layer], output)
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether the backward pass runs a layer anew, as gradient checkpointing has it do."""
+        return not self.frames and torch._C._current_graph_task_id() != -1
+
+    def _mask(self, given: Any, query: Tensor, key: Tensor) -> Tensor | None:
+        """The mask passed. flex attention's is a function of positions: made once a forward."""
+        if not isinstance(given, BlockMask):
+            return _detached(given)
+        if id(given) not in self.blocks:
+            texts, heads = given.shape[:2]
+            dense = create_mask(  # (B, H or 1, T, S)
+                given.mask_mod, texts, heads, query.shape[2], key.shape[2], device=str(query.device)
+            )
+            self.blocks[id(given)] = (given, dense)
+        return self.blocks[id(given)][1]
 
     def enter_own(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.inside.append(_Entered(module, arguments_of(module, args, kwargs), asks=False))
@@ -274,7 +301,7 @@ class _Interception:
         config = facts.config_of(module, config, index)
         scaling = arguments.get("scaling")
         causal = arguments.get("is_causal")
-        mask = arguments.get("attention_mask")
+        mask = self._mask(arguments.get("attention_mask"), query, key)
         hidden = own.get("hidden_states")
         return AttentionCall(
             layer=layer,
@@ -286,9 +313,10 @@ class _Interception:
             value=value,
             scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
             expected_scaling=facts.expected_scaling(config, query.shape[-1], index),
-            mask=_detached(mask),
+            mask=mask,
             is_causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
             expected_mask=facts.mask_rule(module, config, index, kind, shape, self.frames),
+            first_key=0 if kind == "cross" else facts.first_key(shape, self.frames),
             in_encoder=self._in_encoder(module),
             step=max(self.step, 0),
             terms=Terms(
@@ -315,9 +343,30 @@ def _detached(given: Any) -> Tensor | None:
 
 def _unheld(arguments: dict[str, Any], device: torch.device) -> tuple[str, ...]:
     terms = [term for term in facts.UNHELD if arguments.get(term) is not None]
+    mask = arguments.get("attention_mask")
+    if not isinstance(mask, Tensor | BlockMask | None):
+        terms.append(f"mask of type {type(mask).__name__}")
     if torch.is_autocast_enabled(device.type):
         terms.append("autocast: the kernel casts what it is given")
     return tuple(terms)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse what torch.compile made: compiled earlier, it runs past hooks and seam, unseen."""
+    for name, module in model.named_modules():
+        called = module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+        if called or _is_compiled(module.forward):
+            raise ModelError(
+                f"{name or 'the model'} is compiled by torch.compile: compiled code runs past what "
+                "watches it. Give the model as it was before (model._orig_mod of a "
+                "torch.compile(model)), or load it again and do not compile it"
+            )
+
+
+def _is_compiled(function: Callable[..., Any]) -> bool:
+    """Whether torch.compile made this; what the compiler was told to leave alone looks alike."""
+    compiled = hasattr(function, "_torchdynamo_orig_callable")
+    return compiled and not getattr(function, "_torchdynamo_disable", False)
 
 
 @contextmanager
@@ -349,6 +398,7 @@ def _intercept(interception: _Interception) -> Iterator[None]:
             # Replacements stand nearest to the kernel: a probe sees what they computed.
             _interceptions.sort(key=lambda one: not one.replaces)
             AttentionInterface.get_interface = _get_watched_interface
+            PreTrainedModel.get_compiled_call = _refuse_compiling
         try:
             yield
         finally:
@@ -356,6 +406,18 @@ def _intercept(interception: _Interception) -> Iterator[None]:
                 _interceptions.remove(interception)
                 if not _interceptions:
                     AttentionInterface.get_interface = _get_interface
+                    PreTrainedModel.get_compiled_call = _get_compiled_call
+
+
+def _refuse_compiling(self: PreTrainedModel, compile_config: Any) -> Callable[..., Any]:
+    """Stands in for what gives `generate` compiled code where a cache has fixed places."""
+    call: Callable[..., Any] = _get_compiled_call(self, compile_config)
+    if _is_compiled(call) and any(self in one.names for one in _interceptions):
+        raise ModelError(
+            "generate would compile the model, and compiled code runs past what watches it: give "
+            "generate disable_compile=True"
+        )
+    return call
 
 
 def _get_watched_interface(
@@ -374,7 +436,11 @@ def _watched_kernel(
 ) -> KernelOutput:
     """Call the kernel through every interception that concerns the module."""
     run = functools.partial(kernel, module, *args, **kwargs)
-    concerned = [one for one in _interceptions if module in one.names]
+    concerned = [
+        one
+        for one in _interceptions
+        if module in one.names and (one.replaces or not one.runs_again)
+    ]
     if not concerned:
         return run()
     order = [*SEAM, *list(inspect.signature(kernel).parameters)[len(SEAM) :]]

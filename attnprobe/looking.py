@@ -191,7 +191,8 @@ def value_shares(call: AttentionCall, heads: list[int], attention: Attention) ->
     Returns:
         The shares; or, as text, why W_O is not known.
     """
-    norms = value_norms(call, heads, attention.value)  # (h, T)
+    away = "the layer's weights are offloaded" if call.offloaded else ""
+    norms = away or value_norms(call, heads, attention.value)  # (h, T)
     if isinstance(norms, str):
         return norms
     lengths = attention.weights * norms[:, None]  # (h, T, T)

@@ -114,6 +114,25 @@ def as_language_model(lm: Any) -> LanguageModel:
     )
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model takes its inputs.
+
+    Weights that accelerate offloads are on "meta" between forwards; its hooks then move the inputs
+    to where they are run.
+
+    Raises:
+        ModelError: weights on "meta" that nothing brings back.
+    """
+    devices = [weight.device for weight in model.parameters()]
+    here = [device for device in devices if device.type != "meta"]
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if len(here) < len(devices) and not hooked:
+        raise ModelError(
+            "the model has weights on the device 'meta', which holds no numbers: load them first"
+        )
+    return here[0] if here else torch.device("cpu")
+
+
 def _own_name(model: nn.Module) -> str:
     name = getattr(getattr(model, "config", None), "name_or_path", "")
     return name or type(model).__name__

@@ -172,6 +172,8 @@ class Attention:
         at = cap.positions(text)
         basis = basis_of(call)
         reason = basis.departure
+        if call.key.shape[2] != cap.input_ids.shape[1]:
+            reason = f"it attends to {call.key.shape[2]} keys, not to the tokens alone"
         if reason:
             raise InputError(
                 f"layer {layer}'s weights would not be the model's own: {reason}. See ap.verify"

@@ -74,6 +74,8 @@ class AttentionCall:
     expected_mask: MaskRule | None
     """M rebuilt from facts: padding, causality, window, cache offset; None where the caller gave a
     mask of more than (B, S), so that there are no facts to rebuild it from."""
+    first_key: int = 0
+    """Where this forward's own keys begin: after those that a cache held before it."""
     in_encoder: bool | None = None
     """Whether it is a call of an encoder-decoder's encoder; None of other models."""
     step: int = 0
@@ -127,6 +129,11 @@ class AttentionCall:
         """The number of (query) heads, H."""
         return self.query.shape[1]
 
+    @property
+    def offloaded(self) -> bool:
+        """Whether the module's weights are elsewhere between forwards (accelerate's offloading)."""
+        return self.module is not None and any(one.is_meta for one in self.module.parameters())
+
 
 @dataclass(frozen=True)
 class UnseenAttention:
@@ -138,6 +145,17 @@ class UnseenAttention:
 
     def __str__(self) -> str:
         return f"{self.name} computed its attention unseen: {self.reason}"
+
+
+class Calls(list[AttentionCall]):
+    """The calls that a probe saw, in order.
+
+    `unseen` holds the attention modules that ran and asked for no kernel.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unseen: list[UnseenAttention] = []
 
 
 @dataclass(frozen=True, eq=False)

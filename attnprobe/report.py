@@ -61,6 +61,8 @@ class VerificationReport:
         dtype: the dtype it ran in.
         texts: how many texts were given.
         tokens: how many tokens they hold together, without padding.
+        model_layers: how many layers the model's config speaks of, if it does.
+        steps: how many forwards they are of: a generation has several.
         rows_left_out: query rows that may attend to no key (padding on the left), summed over
             layers: they have no meaning, and are not compared.
     """
@@ -73,6 +75,7 @@ class VerificationReport:
     tokens: int
     rows_left_out: int
     model_layers: int | None = None
+    steps: int = 1
 
     @property
     def verdict(self) -> Verdict:
@@ -121,6 +124,8 @@ class VerificationReport:
     def _extent(self) -> str:
         heads = sum(row.check == "output" for row in self.rows)
         layers = len({(row.part, row.layer) for row in self.rows if row.check == "output"})
+        if self.steps > 1:
+            return f"{layers} layers over {self.steps} forwards ({heads} heads in all)"
         several = any(row.part for row in self.rows)  # each with its own number of layers
         every = several or self.model_layers in (None, layers)
         return (

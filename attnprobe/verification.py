@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from attnprobe.capturing import output_of
 from attnprobe.checks import BY_CALL, rows_left_out
 from attnprobe.errors import InputError
 from attnprobe.hooks import replaced
-from attnprobe.records import AttentionCall, Capture, captured
+from attnprobe.records import AttentionCall, Calls, Capture, UnseenAttention
 from attnprobe.report import Row, VerificationReport
 
 CHECKS = (*BY_CALL, "logits")
@@ -33,7 +34,10 @@ Progress = Callable[[str, int, int], None]
 
 
 def verify(
-    cap: Capture, checks: Sequence[str] | None = None, *, progress: Progress | None = None
+    cap: Capture | Sequence[AttentionCall],
+    checks: Sequence[str] | None = None,
+    *,
+    progress: Progress | None = None,
 ) -> VerificationReport:
     """Compare what the model computed with the formula, computed again in float64.
 
@@ -50,50 +54,93 @@ def verify(
     of `logits` is probabilistic: see `_logits`.
 
     Args:
-        cap: what `capture` returned.
+        cap: what `capture` returned, or the list of calls that a `probe` yields (some of them do
+            as well): of a generation, every step; without the `logits` check.
         checks: some of the names above; all of them by default.
         progress: called as `progress(label, done, total)` after each layer.
 
     Raises:
-        InputError: a name in `checks` that is none of the above; no capture.
+        InputError: a name in `checks` that is none of the above; no capture, or no calls.
     """
-    cap = captured(cap)
     if isinstance(checks, str) or not isinstance(checks, Sequence | None):
         raise InputError(f"expected a list of checks, got {checks!r}")
     checks = CHECKS if checks is None else tuple(checks)
     unknown = [name for name in checks if name not in CHECKS]
     if unknown or not checks:
         raise InputError(f"unknown check {unknown}; the checks are {', '.join(CHECKS)}")
+    if isinstance(cap, Capture):
+        logits = functools.partial(_logits, cap)
+        report = _compared(cap.calls, cap.unseen, checks, logits, progress)
+        return replace(
+            report,
+            model=cap.lm.name if cap.lm is not None else "",
+            texts=len(cap),
+            tokens=int(cap.padding.sum()),
+            model_layers=_layers_of(cap),
+        )
+    calls = _calls(cap)
+    unseen = cap.unseen if isinstance(cap, Calls) else ()
+    none = Row("logits", None, None, reason="a probe's calls hold no logits: capture one forward")
+    return _compared(calls, unseen, checks, lambda: none, progress)
+
+
+def _calls(given: object) -> tuple[AttentionCall, ...]:
+    """The calls that a probe yielded."""
+    expected = "expected a capture, what ap.capture returns, or the calls of a probe"
+    if not isinstance(given, list | tuple):
+        raise InputError(f"{expected}; got {type(given).__name__}")
+    if not given or not all(isinstance(one, AttentionCall) for one in given):
+        raise InputError(f"{expected}; got {'no calls' if not given else 'a list of other things'}")
+    return tuple(given)
+
+
+def _compared(
+    calls: Sequence[AttentionCall],
+    unseen: Sequence[UnseenAttention],
+    checks: Sequence[str],
+    logits: Callable[[], Row],
+    progress: Progress | None,
+) -> VerificationReport:
     rows: list[Row] = []
     left_out = 0
-    total = len(cap.calls) + ("logits" in checks)
-    for number, call in enumerate(cap.calls):
-        for name in checks:
-            if name in BY_CALL:
-                rows += [replace(row, part=call.part) for row in BY_CALL[name](call)]
+    total = len(calls) + ("logits" in checks)
+    for number, call in enumerate(calls):
+        own = [
+            replace(row, part=call.part)
+            for name in checks
+            if name in BY_CALL
+            for row in BY_CALL[name](call)
+        ]
+        rows += [_in_step(row, call.step) for row in own] if calls[-1].step else own
         left_out += rows_left_out(call)
         if progress:
             progress(f"layer {call.layer}", number + 1, total)
     rows += [
-        Row("output", unseen.layer, None, reason=str(unseen))
-        for unseen in cap.unseen
-        if "output" in checks
+        Row("output", one.layer, None, reason=str(one)) for one in unseen if "output" in checks
     ]
     if "logits" in checks:
-        rows.append(_logits(cap))
+        rows.append(logits())
         if progress:
             progress("logits", total, total)
     rows.sort(key=lambda row: CHECKS.index(row.check))  # stable: layers stay in order
+    first = [call for call in calls if (call.layer, call.kind) == (calls[0].layer, calls[0].kind)]
     return VerificationReport(
         rows=tuple(rows),
-        model=cap.lm.name if cap.lm is not None else "",
-        kernel=", ".join(dict.fromkeys(call.kernel for call in cap.calls)),
-        dtype=", ".join(dict.fromkeys(_name(call.dtype) for call in cap.calls)),
-        texts=len(cap),
-        tokens=int(cap.padding.sum()),
+        model="a probe's calls",
+        kernel=", ".join(dict.fromkeys(call.kernel for call in calls)),
+        dtype=", ".join(dict.fromkeys(_name(call.dtype) for call in calls)),
+        texts=calls[0].query.shape[0],
+        tokens=sum(call.query.shape[0] * call.query.shape[2] for call in first),
         rows_left_out=left_out,
-        model_layers=_layers_of(cap),
+        steps=len({call.step for call in calls}),
     )
+
+
+def _in_step(row: Row, step: int) -> Row:
+    """A row of one of several forwards: a mismatch says of which."""
+    if row.verdict != "mismatch":
+        return row
+    return replace(row, reason=f"in step {step}: {row.reason}" if row.reason else f"in step {step}")
 
 
 def _logits(cap: Capture) -> Row:
@@ -193,7 +240,10 @@ def _moved(call: AttentionCall, generator: torch.Generator) -> Tensor:
 
 
 def _layers_of(cap: Capture) -> int | None:
-    """How many layers the config speaks of, attention in them or not."""
+    """How many layers the config speaks of, attention in them or not; of one half of an
+    encoder-decoder it speaks alone."""
+    if cap.target is not None:
+        return None
     config = getattr(cap.lm.model, "config", None) if cap.lm is not None else None
     layers = getattr(config, "num_hidden_layers", None)
     return layers if isinstance(layers, int) else None

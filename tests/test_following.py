@@ -135,10 +135,10 @@ def drawn(dtype=torch.float32, seed=0):
 def one_call(model, q, k, v):
     """The single call of a model, whose output must be the same without a probe."""
     without = model(q, k, v)
-    with watched(model) as (calls, unseen):
+    with watched(model) as calls:
         within = model(q, k, v)
     assert torch.equal(without, within)
-    assert unseen == []
+    assert calls.unseen == []
     (call,) = calls
     return call
 
@@ -362,10 +362,12 @@ class Unnamed(nn.Module):
 
 def test_a_softmax_of_scores_that_were_not_seen_is_named():
     model = Outer(Unnamed())
-    with watched(model) as (calls, unseen):
+    with watched(model) as calls:
         model(*drawn())
     assert calls == []
-    assert [(one.name, "no product" in one.reason) for one in unseen] == [("inner.normalise", True)]
+    assert [(one.name, "no product" in one.reason) for one in calls.unseen] == [
+        ("inner.normalise", True)
+    ]
 
 
 def test_torchs_own_attention_module_is_named():
@@ -381,10 +383,10 @@ def test_torchs_own_attention_module_is_named():
     layer = nn.TransformerEncoderLayer(12, 3, batch_first=True).eval()
     with torch.no_grad():
         without, of_layer = model(x), layer(x)
-        with watched(model) as (_, unseen), watched(layer) as (_, _):
+        with watched(model) as calls, watched(layer):
             assert torch.equal(model(x), without)
             assert torch.equal(layer(x), of_layer)
-    assert [one.name for one in unseen] == ["attend"]
+    assert [one.name for one in calls.unseen] == ["attend"]
 
 
 CLASSES = {
@@ -406,11 +408,11 @@ def test_what_cannot_be_followed_is_named(name):
         model, reason = Outer(name()), CLASSES[name]
     q, k, v = drawn()
     without = model(q.clone(), k, v)
-    with watched(model) as (calls, unseen):
+    with watched(model) as calls:
         assert torch.equal(model(q.clone(), k, v), without)
     assert calls == []
-    assert [one.name for one in unseen] == ["inner"]
-    assert re.search(reason, unseen[0].reason)
+    assert [one.name for one in calls.unseen] == ["inner"]
+    assert re.search(reason, calls.unseen[0].reason)
 
 
 def test_a_routers_softmax_is_no_attention():
@@ -426,9 +428,9 @@ def test_a_routers_softmax_is_no_attention():
             return (chosen + other).sum()
 
     model = Outer(Router())
-    with watched(model) as (calls, unseen):
+    with watched(model) as calls:
         model(*drawn())
-    assert (calls, unseen) == ([], [])
+    assert (calls, calls.unseen) == ([], [])
 
 
 def test_only_a_part_seen_is_said():
@@ -451,13 +453,13 @@ def test_an_encoder_that_is_not_seen_beside_a_decoder_that_is(kind, seen):
     model = small("seq2seq", kind)
     ids = torch.tensor([texts()[0]])
     inputs = {"input_ids": ids, "decoder_input_ids": ids[:, :8]}
-    with torch.no_grad(), watched(model) as (_, _):
+    with torch.no_grad(), watched(model):
         model(**inputs)
-    with torch.no_grad(), watched(model) as (calls, unseen):
+    with torch.no_grad(), watched(model) as calls:
         model(**inputs)
     assert len(calls) == seen
-    assert len(unseen) == (0 if kind == "bigbird_pegasus" else 2)
-    assert all("encoder" in one.name for one in unseen)
+    assert len(calls.unseen) == (0 if kind == "bigbird_pegasus" else 2)
+    assert all("encoder" in one.name for one in calls.unseen)
 
 
 @pytest.mark.parametrize(
@@ -501,9 +503,9 @@ def test_landmarks_are_not_taken_for_attention():
         max_position_embeddings=64,
     )
     model = transformers.NystromformerForMaskedLM(config).eval()
-    with watched(model) as (_, unseen):
+    with watched(model) as calls:
         model(torch.tensor([texts()[0] + [11]]))
-    assert len(unseen) == 1
+    assert len(calls.unseen) == 1
 
 
 @pytest.fixture(scope="module")
@@ -661,10 +663,10 @@ def test_a_kernel_that_is_asked_for_within_a_followed_module_is_seen_once():
             return self.around(ids)
 
     model = Model(Around(small("causal", "llama")))
-    with torch.no_grad(), watched(model) as (calls, unseen):
+    with torch.no_grad(), watched(model) as calls:
         model(torch.tensor([texts()[0]]))
     assert [call.kernel for call in calls] == ["eager", "eager"]
-    assert unseen == []
+    assert calls.unseen == []
 
 
 def test_two_probes_see_the_same():

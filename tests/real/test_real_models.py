@@ -85,6 +85,40 @@ def test_smollm2_writes_the_same_under_a_probe(smollm2):
     assert len(calls) == 5 * 30
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static"}])
+def test_every_step_that_smollm2_writes_is_verified(smollm2, options):
+    tokenizer = smollm2.tokenizer
+    inputs = tokenizer(TEXTS, return_tensors="pt", padding=True, padding_side="left")
+    options = {"max_new_tokens": 3, "do_sample": False} | options
+    without = smollm2.model.generate(**inputs, **options)
+    with ap.probe(smollm2.model) as calls:
+        within = smollm2.model.generate(**inputs, **options)
+    assert torch.equal(without, within)
+    report = ap.verify(calls)
+    assert report.passed, report
+    assert (report.steps, report.texts) == (3, 2 * options.get("num_beams", 1))
+    found = verdicts(report)
+    assert found["mask"] == {"not_checked" if "cache_implementation" in options else "verified"}
+
+
+def test_a_chat_goes_through_its_template(smollm2):
+    tokenizer = smollm2.tokenizer
+    chat = [{"role": "user", "content": "Where do the children play?"}]
+    longer = [*chat, {"role": "assistant", "content": "In the park."}]
+    cap = ap.capture(smollm2, tokenizer.apply_chat_template(chat))
+    as_text = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert tokenizer.decode(cap.input_ids[0]) == as_text
+    assert "children" in [word.text for word in cap.words_of(0).words]
+    assert ap.verify(cap).passed
+    for options in ({}, {"padding": True, "return_tensors": "pt"}):
+        both = ap.capture(smollm2, tokenizer.apply_chat_template([chat, longer], **options))
+        assert both.padding.sum(-1).tolist() == [
+            len(tokenizer.apply_chat_template(one, return_dict=False)) for one in (chat, longer)
+        ]
+    with pytest.raises(ap.InputError, match="apply_chat_template"):
+        ap.capture(smollm2, chat)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_minilm_sees_both_ways_and_is_verified(minilm, kernel, side):
