@@ -534,7 +534,7 @@ def test_a_mutant_of_a_followed_call_is_found(neox, name):
 
 @pytest.mark.parametrize("damage", ["scale", "mask"])
 def test_a_damaged_model_of_a_known_type_is_found(monkeypatch, damage):
-    monkeypatch.setattr("attnprobe.hooks.KNOWN_TYPES", frozenset({"roformer"}))
+    monkeypatch.setattr("attnprobe.interception.KNOWN_TYPES", frozenset({"roformer"}))
     model = small("causal", "roformer")
     attention = type(model.roformer.encoder.layer[0].attention.self)
     forward = attention.forward

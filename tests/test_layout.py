@@ -29,6 +29,7 @@ ORDER = [
     "encoding",
     "inspecting",
     "following",
+    "interception",
     "hooks",
     "capturing",
     "projections",

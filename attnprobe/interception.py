@@ -1,0 +1,262 @@
+"""What one open probe or replacement knows: where the forward stands, and each call's record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+from transformers import Cache
+
+from attnprobe import facts
+from attnprobe.following import Following
+from attnprobe.inspecting import arguments_of, asks_for_kernel, computes_softmax, forward_of
+from attnprobe.known import KNOWN_TYPES
+from attnprobe.layouts import layout_of
+from attnprobe.records import AttentionCall, UnseenAttention
+from attnprobe.rounding import operand_unit
+from attnprobe.terms import Terms
+
+Kind = Literal["self", "cross"]
+KernelOutput = tuple[Tensor, Tensor | None]
+Handler = Callable[[AttentionCall, Callable[[], KernelOutput]], KernelOutput]
+"""Gets a call's inputs and a function that runs the kernel; returns what a kernel returns: the
+output (B, T, H, Dv), and the weights or None."""
+
+
+@dataclass(eq=False)
+class _Entered:
+    """An attention module that is running, with its arguments.
+
+    `asks` says whether it should ask for a kernel, `asked` whether attention of it was seen, and
+    `refused` why some was not.
+    """
+
+    module: nn.Module
+    arguments: dict[str, Any]
+    asks: bool
+    asked: bool = False
+    refused: str = ""
+
+    @property
+    def kind(self) -> Kind:
+        others = ("encoder_hidden_states", "key_value_states")
+        is_cross = any(self.arguments.get(name) is not None for name in others)
+        return "cross" if is_cross else "self"
+
+
+@dataclass(eq=False)
+class Interception:
+    """One open probe or replacement: which modules it concerns, and where the forward stands."""
+
+    model: nn.Module
+    handle: Handler
+    leave: Callable[[nn.Module, Any], None] | None = None
+    replaces: bool = False
+    names: dict[nn.Module, str] = field(default_factory=dict)
+    parents: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    apart: dict[nn.Module, nn.Module] = field(default_factory=dict)  # W_O -> its attention module
+    frames: list[dict[str, Any]] = field(default_factory=list)  # arguments of the models running
+    inside: list[_Entered] = field(default_factory=list)  # attention modules running
+    unseen: list[UnseenAttention] = field(default_factory=list)
+    counts: dict[tuple[str, bool | None], int] = field(
+        default_factory=dict
+    )  # calls in this forward
+    step: int = -1
+    frequency_dtype: torch.dtype = torch.float32
+    encoder: str = ""  # how the names of an encoder-decoder's encoder's modules begin
+    following: Following = field(init=False)
+    follows: bool = False  # whether there are modules to follow
+    blocks: dict[int, tuple[BlockMask, Tensor]] = field(default_factory=dict)  # see `_mask`
+
+    def __post_init__(self) -> None:
+        self.names = {module: name for name, module in self.model.named_modules()}
+        self.parents = {child: one for one in self.names for child in one.children()}
+        self.following = Following(self.followed, self.refused)
+        config = getattr(self.model, "config", None)
+        encoder_of = getattr(self.model, "get_encoder", None)  # a wrapper hands it on
+        if getattr(config, "is_encoder_decoder", False) and encoder_of is not None:
+            self.encoder = f"{self.names[encoder_of()]}."
+        for module in self.names:
+            layout = layout_of(module, self.parents.get(module))
+            if layout is not None and layout.apart and asks_for_kernel(forward_of(type(module))):
+                layer = layout.output_layer(module, self.parents.get(module))
+                if layer is not None:
+                    self.apart[layer] = module
+
+    def enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A model, or a model within it, begins: its arguments are a frame until it returns."""
+        if not self.frames:
+            self.step += 1
+            self.counts = {}
+            self.blocks = {}
+            self.frequency_dtype = facts.frequency_dtype(self.model)
+        arguments = arguments_of(module, args, kwargs)
+        caches = [value for value in arguments.values() if isinstance(value, Cache)]
+        # Read now: once the layers have run, the cache holds this forward's tokens too.
+        arguments["past"] = int(caches[0].get_seq_length()) if caches else 0
+        config = getattr(module, "config", None)
+        arguments["encoder_decoder"] = getattr(config, "is_encoder_decoder", False)
+        self.frames.append(arguments)
+
+    def leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """It returns, or an exception came first."""
+        self.frames.pop()
+        if self.follows and not self.frames and output is not None:
+            self._note_new_modules()
+
+    def _note_new_modules(self) -> None:
+        """Some models (BigBird) put other attention modules in their place as they run."""
+        for name, module in self.model.named_modules():
+            if module not in self.names and computes_softmax(type(module)):  # type: ignore[arg-type]
+                reason = "the model put it in place as it ran, which it will not do again"
+                self.unseen.append(UnseenAttention(self._count("self", module), name, reason))
+
+    def enter_attention(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """An attention module begins."""
+        self.inside.append(_Entered(module, arguments_of(module, args, kwargs), asks=True))
+
+    def leave_attention(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """It returns; attention that should have been seen and was not is noted."""
+        entered = self.inside.pop()
+        reason = entered.refused
+        if entered.asks and not entered.asked:
+            reason = "it asks transformers for no kernel"
+        if reason and output is not None and not self.runs_again:  # None: an exception
+            layer = self._count(entered.kind, module)
+            self.unseen.append(UnseenAttention(layer, self.names[module], reason))
+        if self.leave is not None and module not in self.apart.values():
+            self.leave(module, output)
+
+    def leave_output_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """W_O returns, where it stands outside of its attention module."""
+        if self.leave is not None:
+            self.leave(self.apart[layer], output)
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether the backward pass runs a layer anew, as gradient checkpointing has it do."""
+        return not self.frames and torch._C._current_graph_task_id() != -1
+
+    def _mask(self, given: Any, query: Tensor, key: Tensor) -> Tensor | None:
+        """The mask passed. flex attention's is a function of positions: made once a forward."""
+        if not isinstance(given, BlockMask):
+            return _detached(given)
+        if id(given) not in self.blocks:
+            texts, heads = given.shape[:2]
+            dense = create_mask(  # (B, H or 1, T, S)
+                given.mask_mod, texts, heads, query.shape[2], key.shape[2], device=str(query.device)
+            )
+            self.blocks[id(given)] = (given, dense)
+        return self.blocks[id(given)][1]
+
+    def enter_own(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module that computes a softmax by itself begins: it is followed."""
+        self.inside.append(_Entered(module, arguments_of(module, args, kwargs), asks=False))
+        self.following.start(module, self._texts())
+
+    def leave_own(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """It returns."""
+        self.following.stop()
+        self.leave_attention(module, args, output)
+
+    def followed(
+        self, kernel: str, arguments: dict[str, Any], run: Callable[[], KernelOutput]
+    ) -> KernelOutput:
+        """An attention that the innermost module computed by itself."""
+        module = self.inside[-1].module
+        return self.handle(self.record(kernel, module, arguments), run)
+
+    def refused(self, reason: str) -> None:
+        """An attention of the innermost module that could not be followed."""
+        self.inside[-1].refused = self.inside[-1].refused or reason
+
+    def _texts(self) -> int | None:
+        """How many texts the model that is running was given."""
+        given = self.frames[-1] if self.frames else {}
+        usual = [given.get(name) for name in ("input_ids", "inputs_embeds", "hidden_states")]
+        tensors = [one for one in (*usual, *given.values()) if isinstance(one, Tensor)]
+        return next((one.shape[0] for one in tensors if one.dim() > 1), None)
+
+    def _count(self, kind: str, module: nn.Module) -> int:
+        """The number of a module's call among those of its part of the model."""
+        part = (kind, self._in_encoder(module))
+        layer = self.counts.get(part, 0)
+        self.counts[part] = layer + 1
+        return layer
+
+    def _in_encoder(self, module: nn.Module) -> bool | None:
+        name = self.names.get(module, "")  # empty for what the model put in place as it ran
+        return name.startswith(self.encoder) if self.encoder else None
+
+    def record(self, kernel: str, module: nn.Module, arguments: dict[str, Any]) -> AttentionCall:
+        """The call's inputs and facts, from what the kernel is about to be given."""
+        entered = next((one for one in reversed(self.inside) if one.module is module), None)
+        own = entered.arguments if entered is not None else {}
+        kind: Kind = entered.kind if entered is not None else "self"
+        if entered is not None:
+            entered.asked = True
+        layer = self._count(kind, module)
+        query, key, value = (arguments[name].detach() for name in ("query", "key", "value"))
+        shape = (key.shape[0], query.shape[2], key.shape[2])
+        cached = next((arg for arg in own.values() if isinstance(arg, Cache)), None)
+        if cached is not None and cached.is_compileable:  # a buffer that the next step writes into
+            key, value = key.clone(), value.clone()
+        index = facts.index_of(module, layer)
+        config = getattr(module, "config", None) or getattr(self.model, "config", None)
+        config = facts.config_of(module, config, index)
+        scaling = arguments.get("scaling")
+        causal = arguments.get("is_causal")
+        mask = self._mask(arguments.get("attention_mask"), query, key)
+        hidden = own.get("hidden_states")
+        return AttentionCall(
+            layer=layer,
+            name=self.names[module],
+            kind=kind,
+            kernel=kernel,
+            query=query,
+            key=key,
+            value=value,
+            scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+            expected_scaling=facts.expected_scaling(config, query.shape[-1], index),
+            mask=mask,
+            is_causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
+            expected_mask=facts.mask_rule(module, config, index, kind, shape, self.frames),
+            first_key=0 if kind == "cross" else facts.first_key(shape, self.frames),
+            in_encoder=self._in_encoder(module),
+            step=max(self.step, 0),
+            terms=Terms(
+                softcap=arguments.get("softcap"),
+                bias=_detached(arguments.get("position_bias")),
+                sinks=_detached(arguments.get("s_aux", arguments.get("sinks"))),
+            ),
+            expected_terms=facts.expected_terms(module, config),
+            unheld=_unheld(arguments, query.device),
+            facts_known=getattr(config, "model_type", None) in KNOWN_TYPES,
+            operands=operand_unit(query.dtype, query.device),
+            dropout=float(arguments.get("dropout") or 0.0),
+            module=module,
+            parent=self.parents.get(module),
+            position_ids=facts.positions(self.frames, len(query), query.shape[2]),
+            frequency_dtype=self.frequency_dtype,
+            hidden_states=_detached(hidden),
+        )
+
+
+def _detached(given: Any) -> Tensor | None:
+    return given.detach() if isinstance(given, Tensor) else None
+
+
+def _unheld(arguments: dict[str, Any], device: torch.device) -> tuple[str, ...]:
+    terms = [term for term in facts.UNHELD if arguments.get(term) is not None]
+    mask = arguments.get("attention_mask")
+    if not isinstance(mask, Tensor | BlockMask | None):
+        terms.append(f"mask of type {type(mask).__name__}")
+    if torch.is_autocast_enabled(device.type):
+        terms.append("autocast: the kernel casts what it is given")
+    return tuple(terms)
