@@ -189,7 +189,8 @@ def bounds(
     # Keys that a window or padding hides may shift the blocks' edges by one.
     rescalings = (n / BLOCK_KEYS).floor() + 1 if r.blocked else torch.zeros_like(n)
     exponentials = torch.expm1((1 + rescalings) * math.log1p((2 * EXP_ULPS + 1) * u))
-    theta = gamma(n + 3, u) * (1 + exponentials) + exponentials  # (B, 1, t, 1): keys and a sink
+    summands = n + 2 + (eps.sinks is not None)
+    theta = gamma(summands, u) * (1 + exponentials) + exponentials  # (B, 1, t, 1)
     moved = (w * torch.expm1(eps.scores)).sum(-1, keepdim=True)
     if eps.sinks is not None:
         moved = moved + (1 - w.sum(-1, keepdim=True)).clamp(min=0.0) * torch.expm1(eps.sinks)

@@ -78,7 +78,7 @@ def test_what_is_not_verified_has_a_state_and_a_reason(task, kind, kernel, state
 def test_an_encoder_decoder_has_cross_attention():
     found = trial("seq2seq", "bart", "eager")
     assert [call["kind"] for call in found.calls] == ["self"] * 2 + ["self", "cross"] * 2
-    assert found.terms == ["cross attention"]
+    assert "cross attention" in found.terms
 
 
 def die(task, kind, kernel):

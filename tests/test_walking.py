@@ -161,8 +161,8 @@ def test_out_of_range_and_unknown_words():
         ap.walkthrough(cap, "7", 0, 1)
     with pytest.raises(ap.InputError, match="layer 2 is out of range"):
         ap.walkthrough(cap, "7", 2, 0)
-    with pytest.raises(ap.InputError, match="'9' is not a word of the text"):
-        ap.walkthrough(cap, "9", 0, 0)
+    with pytest.raises(ap.InputError, match="'x9' is not a word of the text"):
+        ap.walkthrough(cap, "x9", 0, 0)
 
 
 def test_steps_can_be_styled():

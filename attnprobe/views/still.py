@@ -91,7 +91,7 @@ def heads_and_words(
     weights: Tensor, titles: Sequence[str], colours: Sequence[str], labels: Sequence[str]
 ) -> str:
     """A small panel for each head, in its colour, and below the first one large: (h, N, N)."""
-    side, across = 100, min(len(titles), 9)
+    side, across = 76, min(len(titles), 9)
     panels = [
         Panel(
             title,
