@@ -38,8 +38,8 @@ class Rule(Protocol):
     ) -> Tensor:
         """See `MaskRule.allowed`."""
 
-    def within(self, text: int, heads: Sequence[int], stretch: slice) -> Rule:
-        """The rule of some heads among the tokens of one text, a stretch of its row."""
+    def within(self, text: int, heads: Sequence[int], rows: slice, keys: slice) -> Rule:
+        """The rule of some heads among one text's own tokens: stretches of queries and keys."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +76,10 @@ class MaskRule:
         """How many keys, from the first, the queries before `stop` can see at most."""
         return min(self.keys, self.offset + stop) if self.causal else self.keys
 
-    def within(self, text: int, heads: Sequence[int], stretch: slice) -> MaskRule:
+    def within(self, text: int, heads: Sequence[int], rows: slice, keys: slice) -> MaskRule:
         """The same rule among one text's own tokens, when padding and cache are left out."""
-        tokens = stretch.stop - stretch.start
-        return replace(self, queries=tokens, keys=tokens, padding=None, offset=0)
+        queries, seen = rows.stop - rows.start, keys.stop - keys.start
+        return replace(self, queries=queries, keys=seen, padding=None, offset=0)
 
     def allowed(
         self,
@@ -157,9 +157,9 @@ class GivenMask:
         shown = rows[..., :keys].expand(-1, -1, stop - start, -1)
         return shown if shown.dtype == torch.bool else shown > MASKED_BELOW
 
-    def within(self, text: int, heads: Sequence[int], stretch: slice) -> GivenMask:
-        """The mask of some heads among the tokens of one text, a stretch of its row."""
-        return GivenMask(part(self.mask, text, heads, stretch), stretch.stop - stretch.start)
+    def within(self, text: int, heads: Sequence[int], rows: slice, keys: slice) -> GivenMask:
+        """The mask of some heads among one text's own tokens: stretches of queries and keys."""
+        return GivenMask(part(self.mask, text, heads, rows, keys), rows.stop - rows.start)
 
     @property
     def bias(self) -> Tensor | None:
@@ -170,15 +170,15 @@ class GivenMask:
         return seen if seen.any() else None
 
 
-def part(mask: Tensor, text: int, heads: Sequence[int], stretch: slice) -> Tensor:
-    """Some heads and one text's own tokens of a mask or bias, (1, h or 1, t or 1, t).
+def part(mask: Tensor, text: int, heads: Sequence[int], rows: slice, keys: slice) -> Tensor:
+    """Some heads and one text's own tokens of a mask or bias, (1, h or 1, t or 1, s).
 
     `mask` is (B or 1, H or 1, T or 1, S).
     """
     one = mask[text : text + 1] if mask.shape[0] > 1 else mask
     some = one[:, list(heads)] if one.shape[1] > 1 else one
-    rows = some[:, :, stretch] if some.shape[2] > 1 else some
-    return rows[..., stretch]
+    own = some[:, :, rows] if some.shape[2] > 1 else some
+    return own[..., keys]
 
 
 def additive(allowed: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -43,31 +43,32 @@ def weights(
             be its own (the message says why).
     """
     heads = chosen(head, captured(cap).call(layer).heads, "head")
-    found, _ = Attention.of(cap, layer, heads, text).shown(by)
+    found, _ = Attention.of(cap, layer, heads, text, cross=True).shown(by)
     return found if head is None or isinstance(head, Iterable) else found[0]
 
 
 def scores(cap: Capture, layer: int, head: Which = None, *, text: int = 0) -> Tensor:
     """The scores of one layer by token, scaled and masked with -inf; as `weights` otherwise."""
     heads = chosen(head, captured(cap).call(layer).heads, "head")
-    found = Attention.of(cap, layer, heads, text)
+    found = Attention.of(cap, layer, heads, text, cross=True)
     masked = found.scores.masked_fill(~found.allowed, -torch.inf)
     return masked if head is None or isinstance(head, Iterable) else masked[0]
 
 
-def to_words(by_token: Tensor, words: Words) -> Tensor:
-    """From tokens to words, both ways: (…, T, T) -> (…, N, N).
+def to_words(by_token: Tensor, words: Words, key_words: Words | None = None) -> Tensor:
+    """From tokens to words, both ways: (…, T, S) -> (…, N, M), with M = N but in cross attention.
 
     From a query word to a key word goes the mean, over the query word's tokens, of the sum over the
     key word's tokens (Clark, Khandelwal, Levy & Manning 2019, *What Does BERT Look At?*, section
     4.1): so rows still sum to 1. A word's weight on itself holds what its later tokens put on its
     earlier ones; what stands after the word stays exactly 0 in a causal model.
     """
-    of = torch.tensor(words.word_of, device=by_token.device)
-    count = len(words.words)
-    lead, tokens = by_token.shape[:-2], by_token.shape[-1]
-    by_key = by_token.new_zeros(*lead, tokens, count).index_add_(-1, of, by_token)
-    by_both = by_token.new_zeros(*lead, count, count).index_add_(-2, of, by_key)
+    key_words = key_words or words
+    of, key_of = (torch.tensor(read.word_of, device=by_token.device) for read in (words, key_words))
+    count, keys = len(words.words), len(key_words.words)
+    lead, tokens = by_token.shape[:-2], by_token.shape[-2]
+    by_key = by_token.new_zeros(*lead, tokens, keys).index_add_(-1, key_of, by_token)
+    by_both = by_token.new_zeros(*lead, count, keys).index_add_(-2, of, by_key)
     return by_both / torch.bincount(of, minlength=count)[:, None]
 
 
@@ -97,8 +98,9 @@ class Attention:
     Attributes:
         query, key, value: (h, T, D or Dv): key and value of the head that serves each query head.
         allowed: (T, T) bool, where a query may attend.
-        weights: (h, T, T).
+        weights: (h, T, T); in cross attention, as the others, (h, T, S).
         words: how the text is read.
+        key_words: how what it attends to is read: the text itself, but in cross attention.
     """
 
     def __init__(
@@ -110,7 +112,9 @@ class Attention:
         scaling: float,
         terms: Terms,
         words: Words,
+        key_words: Words,
     ) -> None:
+        self.key_words = key_words
         self.query, self.key, self.value = query.double(), key.double(), value.double()
         self.scaling, self.terms, self.words = scaling, terms, words
         by_head = rule.allowed(keys=rule.keys, device=query.device)[0]  # (h or 1, T, T)
@@ -158,37 +162,52 @@ class Attention:
         self.words.labels(by)
         if by == "token":
             return self.weights, self.allowed
-        allowed = to_words(self.allowed.double(), self.words) > 0
-        return to_words(self.weights, self.words), allowed
+        allowed = to_words(self.allowed.double(), self.words, self.key_words) > 0
+        return to_words(self.weights, self.words, self.key_words), allowed
 
     @classmethod
-    def of(cls, cap: Capture, layer: int, heads: Sequence[int], text: int) -> Attention:
+    def of(
+        cls, cap: Capture, layer: int, heads: Sequence[int], text: int, *, cross: bool = False
+    ) -> Attention:
         """Some heads of one layer of a capture, over one text.
 
+        Args:
+            cap: what `capture` returned.
+            layer, heads: from 0.
+            text: which text of a batch.
+            cross: whether who asks can show cross attention, whose keys are another text's.
+
         Raises:
-            InputError: layer or text out of range; the model does not compute the formula there.
+            InputError: layer or text out of range; the model does not compute the formula there;
+                cross attention for who cannot show it.
         """
+        if cap.part == "cross" and not cross:
+            raise InputError(
+                "cross attention is between two texts: weights, scores, table, head_view and "
+                "model_view show it"
+            )
         call = cap.call(layer)
-        at = cap.positions(text)
+        at, keys_at = cap.positions(text), cap.key_positions(text)
         basis = basis_of(call)
         reason = basis.departure
-        if call.key.shape[2] != cap.input_ids.shape[1]:
+        if call.key.shape[2] != (cap.source or cap).input_ids.shape[1]:
             reason = f"it attends to {call.key.shape[2]} keys, not to the tokens alone"
         if reason:
             raise InputError(
                 f"layer {layer}'s weights would not be the model's own: {reason}. See ap.verify"
             )
         # Padding is at either end: a text's tokens are one stretch, and its diagonal stays one.
-        stretch = slice(int(at[0]), int(at[-1]) + 1)
+        rows, keys = (slice(int(some[0]), int(some[-1]) + 1) for some in (at, keys_at))
         key_heads = key_heads_of(call, heads)
         return cls(
-            call.query[text, list(heads), stretch],
-            call.key[text, key_heads, stretch],
-            call.value[text, key_heads, stretch],
-            basis.rule.within(text, heads, stretch),
+            call.query[text, list(heads), rows],
+            call.key[text, key_heads, keys],
+            call.value[text, key_heads, keys],
+            basis.rule.within(text, heads, rows, keys),
             call.expected_scaling,
-            basis.terms.within(text, heads, stretch),
+            basis.terms.within(text, heads, rows, keys),
             cap.words_of(text),
+            cap.key_words_of(text),
         )
 
 

@@ -192,8 +192,10 @@ class Capture:
     target: Target | None = None
     """What an encoder-decoder's decoder was given; the rest is then of its encoder. Tables and
     views are of one of them: `encoder` and `decoder`."""
-    part: Literal["", "encoder", "decoder"] = ""
+    part: Literal["", "encoder", "decoder", "cross"] = ""
     """Which part of an encoder-decoder's capture this is."""
+    source: Target | None = None
+    """Of cross attention: what is attended to, the encoder's texts; the rest is of the decoder."""
 
     @property
     def encoder(self) -> Capture:
@@ -221,12 +223,25 @@ class Capture:
         )
 
     @property
+    def cross(self) -> Capture:
+        """An encoder-decoder's cross attention, as a capture of its own: the decoder's queries, and
+        the encoder's keys. `weights`, `scores`, `table`, `head_view` and `model_view` show it.
+
+        Raises:
+            InputError: the capture is of no encoder-decoder.
+        """
+        source = Target(self.texts, self.input_ids, self.padding, self.words)
+        return replace(
+            self.decoder, calls=self._part("cross", self._target).calls, part="cross", source=source
+        )
+
+    @property
     def _target(self) -> Target:
         if self.target is None or self.part:
             raise InputError("this capture has no encoder and decoder: it is of one text's model")
         return self.target
 
-    def _part(self, part: Literal["encoder", "decoder"], target: Target) -> Capture:
+    def _part(self, part: Literal["encoder", "decoder", "cross"], target: Target) -> Capture:
         return replace(
             self, calls=tuple(call for call in self.calls if call.part == part), part=part
         )
@@ -242,7 +257,8 @@ class Capture:
     @property
     def layers(self) -> int:
         """The number of self-attention layers, seen or not."""
-        return sum(call.kind == "self" for call in self.calls) + len(self.unseen)
+        kind = "cross" if self.part == "cross" else "self"
+        return sum(call.kind == kind for call in self.calls) + len(self.unseen)
 
     @property
     def causal(self) -> bool:
@@ -257,7 +273,9 @@ class Capture:
             InputError: the layer is out of range (the message says the range); self-attention of an
                 encoder-decoder's capture as a whole.
         """
-        if kind == "self":
+        if self.part == "cross":
+            kind = "cross"
+        elif kind == "self":
             self._refuse_both()
         layer = whole(layer, "layer")
         calls = {call.layer: call for call in self.calls if call.kind == kind}
@@ -281,6 +299,16 @@ class Capture:
         self._refuse_both()
         return self.padding[self._text(text)].nonzero().flatten()
 
+    def key_positions(self, text: int) -> Tensor:
+        """As `positions`, of what the text's tokens attend to: others in cross attention only."""
+        if self.source is None:
+            return self.positions(text)
+        return self.source.padding[self._text(text)].nonzero().flatten()
+
+    def key_words_of(self, text: int) -> Words:
+        """As `words_of`, of what the text's tokens attend to: others in cross attention only."""
+        return self.words_of(text) if self.source is None else self.source.words[self._text(text)]
+
     def words_of(self, text: int) -> Words:
         """How one text is read: its tokens and words.
 
@@ -301,7 +329,7 @@ class Capture:
         if self.target is not None and not self.part:
             raise InputError(
                 "this is an encoder-decoder's capture, of two texts: look at cap.encoder or "
-                "cap.decoder; cap.calls has the cross attention"
+                "cap.decoder, or at cap.cross"
             )
 
     def _text(self, text: int) -> int:

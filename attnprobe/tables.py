@@ -85,8 +85,11 @@ def table(
 
 def _pairs(cap: Capture, texts: list[int], by: By, future: bool) -> int:
     """How many pairs of a query and a key one head's table holds, over some texts."""
-    lengths = [len(cap.words_of(text).labels(by)) for text in texts]
-    return sum(n * (n + 1) // 2 if cap.causal and not future else n * n for n in lengths)
+    lengths = [
+        (len(cap.words_of(text).labels(by)), len(cap.key_words_of(text).labels(by)))
+        for text in texts
+    ]
+    return sum(n * (n + 1) // 2 if cap.causal and not future else n * m for n, m in lengths)
 
 
 def _refuse_size(needed: int, max_bytes: int) -> None:
@@ -104,10 +107,10 @@ def _long(
     columns: dict[str, Any] = {
         name: np.concatenate([part[name] for part in parts]) for name in parts[0]
     }
-    labels = cap.words_of(text).labels(by)
-    categories = pd.Index(list(dict.fromkeys(labels)))
-    codes = categories.get_indexer(pd.Index(labels))
-    for role in ("query", "key"):
+    by_role = {"query": cap.words_of(text).labels(by), "key": cap.key_words_of(text).labels(by)}
+    categories = pd.Index(list(dict.fromkeys(by_role["query"] + by_role["key"])))
+    for role, labels in by_role.items():
+        codes = categories.get_indexer(pd.Index(labels))
         columns[role] = pd.Categorical.from_codes(codes[columns[f"{role}_pos"]], categories)
     columns["text"] = np.full(len(columns["layer"]), text, np.int16)
     order = [name for name in COLUMNS if name in columns]
@@ -118,7 +121,7 @@ def _of_layer(
     cap: Capture, text: int, layer: int, heads: list[int], by: By, future: bool
 ) -> dict[str, np.ndarray]:
     """The columns of one layer, but for the labels: a row a head and pair."""
-    attention = Attention.of(cap, layer, heads, text)
+    attention = Attention.of(cap, layer, heads, text, cross=True)
     weights, allowed = attention.shown(by)  # (h, N, N), (N, N)
     values = {"weight": weights}
     if by == "token":  # a word has no score of its own
@@ -160,13 +163,14 @@ def _stacked(frames: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _wide(cap: Capture, layer: int, head: int, by: By, text: int) -> pd.DataFrame:
-    attention = Attention.of(cap, layer, [head], text)
+    attention = Attention.of(cap, layer, [head], text, cross=True)
     found, _ = attention.shown(by)
     labels = told_apart(cap.words_of(text).labels(by))
+    keys = told_apart(cap.key_words_of(text).labels(by))
     frame = pd.DataFrame(
         found[0].cpu().numpy(),
         index=pd.Index(labels, name="query"),
-        columns=pd.Index(labels, name="key"),
+        columns=pd.Index(keys, name="key"),
     )
     return frame if attention.sink is None else frame.assign(**{_SINK: 1 - frame.sum(axis=1)})
 

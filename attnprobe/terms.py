@@ -43,14 +43,14 @@ class Terms:
             return self.sinks.double().view(1, -1, 1, 1)
         return self.sinks[:, :, start:stop].double()
 
-    def within(self, text: int, heads: Sequence[int], stretch: slice) -> Terms:
-        """The terms of some heads among the tokens of one text, a stretch of its row."""
-        bias = None if self.bias is None else part(self.bias, text, heads, stretch)
+    def within(self, text: int, heads: Sequence[int], rows: slice, keys: slice) -> Terms:
+        """The terms of some heads among one text's own tokens: stretches of queries and keys."""
+        bias = None if self.bias is None else part(self.bias, text, heads, rows, keys)
         sinks = self.sinks
         if sinks is not None and sinks.dim() == 1:
             sinks = sinks[list(heads)]
         elif sinks is not None:
-            sinks = sinks[text : text + 1, list(heads), stretch]
+            sinks = sinks[text : text + 1, list(heads), rows]
         return Terms(self.softcap, bias, sinks)
 
 

@@ -234,3 +234,61 @@ def test_under_lora(kind, parts):
     cap = ap.capture(get_peft_model(made(kind), settings).eval(), SOURCES, target=TARGETS)
     assert (cap.encoder.layers, cap.decoder.layers) == (2, 3)
     assert ap.verify(cap).passed
+
+
+# Cross attention
+
+
+def test_cross_attention_is_between_two_texts(show):
+    cap = ap.capture(made(bart), SOURCES, target=TARGETS)
+    cross = cap.cross
+    call = next(one for one in cap.calls if one.kind == "cross" and one.layer == 1)
+    for text in range(2):
+        rows, keys = len(TARGETS[text]), len(SOURCES[text])
+        weights = ap.weights(cross, 1, text=text)
+        assert weights.shape[1:] == (rows, keys)
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+        at, keys_at = cap.target.padding[text], cap.padding[text]
+        query, key, value, own = (
+            one[text].double()
+            for one in (call.query, call.key, call.value, call.head_output_model.transpose(1, 2))
+        )
+        scores = query[:, at] @ key[:, keys_at].mT * call.scaling
+        torch.testing.assert_close(weights, torch.softmax(scores, -1))
+        torch.testing.assert_close(weights @ value[:, keys_at], own[:, at], rtol=1e-4, atol=1e-4)
+        frame = ap.table(cross, 1, 0, text=text)
+        assert len(frame) == rows * keys
+        assert frame["key"].astype(str).tolist()[:keys] == [str(one) for one in SOURCES[text]]
+        assert frame["query"].astype(str).iloc[-1] == str(TARGETS[text][-1])
+        wide = ap.table(cross, 1, 0, text=text, wide=True)
+        assert wide.shape == (rows, keys)
+    tab = show(ap.head_view(cross, layer=1, text=0))
+    left, right = (
+        tab.page.locator(f"#{side} text").all_text_contents() for side in ("left", "right")
+    )
+    assert left == [str(one) for one in TARGETS[0]]
+    assert right == [str(one) for one in SOURCES[0]]
+    drawn = torch.tensor(tab.page.evaluate("bertviz_params.attention[0].attn[0]"))
+    assert (drawn - ap.weights(cross, 1)).abs().max() < 1e-4
+    tab = show(ap.model_view(cross))
+    heads, layers = weights.shape[0], cross.layers
+    lines = len(TARGETS[0]) * len(SOURCES[0])
+    assert tab.page.locator("svg line").count() == heads * layers * lines
+
+
+@pytest.mark.parametrize(
+    "shows",
+    [
+        ap.attended,
+        ap.head_stats,
+        ap.attention_view,
+        lambda cap: ap.heatmap(cap, 0, 0),
+        lambda cap: ap.neuron_view(cap, 0, 0),
+        lambda cap: ap.walkthrough(cap, 0, 0, 0),
+        ap.walkthrough_view,
+    ],
+)
+def test_what_cannot_show_two_texts_says_so(shows):
+    cross = ap.capture(made(bart), SOURCES, target=TARGETS).cross
+    with pytest.raises(ap.InputError, match=r"cross attention is between two texts: weights"):
+        shows(cross)

@@ -274,8 +274,8 @@ def test_a_given_mask_is_a_rule():
     numbers = torch.randn(2, 3, 5, 7).masked_fill(~allowed, -torch.inf)
     given = GivenMask(numbers, 5)
     assert torch.equal(given.bias, numbers.masked_fill(~allowed, 0.0))
-    own = given.within(1, [2, 0], slice(1, 4))
-    assert torch.equal(own.mask, numbers[1:, [2, 0], 1:4, 1:4])
+    own = given.within(1, [2, 0], slice(1, 4), slice(2, 6))
+    assert torch.equal(own.mask, numbers[1:, [2, 0], 1:4, 2:6])
 
 
 def test_weights_from_before_the_sinks_are_not_compared():
@@ -299,7 +299,7 @@ def test_sinks_for_each_query_are_rows_of_their_own():
     for at in (0, 5, 12):
         alone = attention(query, key, value, rule, SIZE**-0.5, Terms(sinks=rows[1, :, at, 0]))
         torch.testing.assert_close(each[1, at], alone[1, at])
-    part = Terms(sinks=rows).within(1, [4, 2], slice(3, 8)).sinks
+    part = Terms(sinks=rows).within(1, [4, 2], slice(3, 8), slice(0, 9)).sinks
     assert torch.equal(part, rows[1:, [4, 2], 3:8])
 
 

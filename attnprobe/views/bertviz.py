@@ -17,7 +17,7 @@ from attnprobe.views.colours import colours
 from attnprobe.views.labels import columns_of
 from attnprobe.views.page import View
 from attnprobe.views.scripts import STEPS, UNPACK_NEURONS, UNPACK_WEIGHTS, bertviz_page
-from attnprobe.views.selection import Selection, pairs, refuse_size
+from attnprobe.views.selection import Selection, refuse_size
 from attnprobe.views.still import grid, one_panel
 from attnprobe.words import By
 
@@ -69,12 +69,12 @@ def head_view(
     refuse_size(
         picked,
         "head_view",
-        lambda _, heads, n: heads * pairs(n, cap.causal),
+        lambda _, heads, n: heads * picked.pairs(n),
         max_lines,
         instead=_INSTEAD,
     )
     weights = picked.weights()  # (L, h, N, N)
-    label_width = _label_width(picked.labels, size=15, least=110)
+    label_width = _label_width(picked.labels + picked.key_labels, size=15, least=110)
     by_head = colours(len(picked.heads))
     params = {
         **_weights_params(picked, weights),
@@ -95,8 +95,16 @@ def head_view(
         "head_view.js",
         min_width=max(115 + 2 * label_width, 20 * len(picked.heads)),
     )
-    still = one_panel(f"layer {picked.layers[0]}", picked.labels, label_width, weights[0], by_head)
-    return View(title, drawn, round(22.5 * len(picked.labels)) + 110, still)
+    still = one_panel(
+        f"layer {picked.layers[0]}",
+        picked.labels,
+        label_width,
+        weights[0],
+        by_head,
+        key_labels=picked.key_labels,
+    )
+    longest = max(len(picked.labels), len(picked.key_labels))
+    return View(title, drawn, round(22.5 * longest) + 110, still)
 
 
 def model_view(
@@ -128,7 +136,7 @@ def model_view(
     refuse_size(
         picked,
         "model_view",
-        lambda layers, heads, n: layers * heads * pairs(n, cap.causal),
+        lambda layers, heads, n: layers * heads * picked.pairs(n),
         max_lines,
         instead=_INSTEAD,
     )
@@ -140,7 +148,7 @@ def model_view(
         "display_mode": "light",
         "total_heads": total,
         "colours": by_layer,
-        "label_width": _label_width(picked.labels, size=13, least=80),
+        "label_width": _label_width(picked.labels + picked.key_labels, size=13, least=80),
     }
     title = f"Model view: {picked.title}"
     drawn = bertviz_page(
@@ -221,7 +229,7 @@ def neuron_view(
 def _weights_params(picked: Selection, weights: Tensor) -> dict[str, Any]:
     """What the head and the model view share; `UNPACK_WEIGHTS` says how weights are packed."""
     rounded = (weights * STEPS).round().int()  # (L, h, N, N)
-    lower = not torch.triu(rounded, 1).any()
+    lower = picked.cap.source is None and not torch.triu(rounded, 1).any()
     kept = torch.ones_like(rounded[0, 0], dtype=torch.bool)
     packed = rounded[..., kept.tril() if lower else kept]  # (L, h, pairs)
     return {
@@ -230,7 +238,7 @@ def _weights_params(picked: Selection, weights: Tensor) -> dict[str, Any]:
                 "attn": packed.tolist(),
                 "lower": lower,
                 "left_text": picked.labels,
-                "right_text": picked.labels,
+                "right_text": picked.key_labels,
             }
         ],
         "default_filter": "0",

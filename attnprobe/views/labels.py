@@ -13,12 +13,13 @@ from attnprobe.words import By
 _OVERRIDES = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
 
-def labels_of(cap: Capture, by: By, text: int, columns: int) -> list[str]:
+def labels_of(cap: Capture, by: By, text: int, columns: int, *, keys: bool = False) -> list[str]:
     """One text's tokens or words, none wider than some columns (see `columns_of`).
 
-    Bidirectional overrides stand as their code points, `<U+202E>`.
+    With `keys`, those of what it attends to. Bidirectional overrides stand as their code points,
+    `<U+202E>`.
     """
-    read = cap.words_of(text).labels(by)
+    read = (cap.key_words_of(text) if keys else cap.words_of(text)).labels(by)
     return [_shortened(without_overrides(label), columns) for label in read]
 
 

@@ -28,6 +28,7 @@ class Selection:
     by: By
     text: int
     labels: list[str]
+    key_labels: list[str]
 
     @classmethod
     def of(
@@ -42,6 +43,7 @@ class Selection:
         if by not in ("token", "word"):
             raise InputError(f"by must be 'token' or 'word', got {by!r}")
         labels = labels_of(captured(cap), by, text, columns)
+        key_labels = labels_of(cap, by, text, columns, keys=True)
         layers = chosen(layer, cap.layers, "layer")
         counts = {cap.call(one).heads for one in layers}
         if len(counts) > 1:
@@ -49,7 +51,8 @@ class Selection:
                 f"the layers have {' and '.join(map(str, sorted(counts)))} heads: "
                 "choose layers with the same number of heads"
             )
-        return cls(cap, layers, chosen(head, counts.pop(), "head"), by, text, labels)
+        heads = chosen(head, counts.pop(), "head")
+        return cls(cap, layers, heads, by, text, labels, key_labels)
 
     @property
     def title(self) -> str:
@@ -62,13 +65,13 @@ class Selection:
         ]
         return ", ".join([name, *parts] if name else parts)
 
-    def attention(self, layer: int) -> Attention:
-        """The chosen heads of one layer, by token.
+    def attention(self, layer: int, *, cross: bool = False) -> Attention:
+        """The chosen heads of one layer, by token; `cross` as for `Attention.of`.
 
         Raises:
             NonFiniteError: a row of weights does not sum to 1.
         """
-        found = Attention.of(self.cap, layer, self.heads, self.text)
+        found = Attention.of(self.cap, layer, self.heads, self.text, cross=cross)
         sums = found.weights.sum(-1) + (0 if found.sink is None else found.sink)
         if not ((sums - 1).abs() < 1e-6).all():  # written so that NaN fails
             raise NonFiniteError(f"the weights of layer {layer} do not sum to 1 along each row")
@@ -77,10 +80,17 @@ class Selection:
     def weights(self) -> Tensor:
         """The weights of the chosen layers and heads, by token or word, (L, h, N, N) float64.
 
+        Of cross attention as well, (L, h, N, M).
+
         Raises:
             NonFiniteError: a row does not sum to 1.
         """
-        return torch.stack([self.attention(layer).shown(self.by)[0] for layer in self.layers])
+        every = (self.attention(layer, cross=True).shown(self.by)[0] for layer in self.layers)
+        return torch.stack(list(every))
+
+    def pairs(self, count: int) -> int:
+        """How many lines one head of a text of so many tokens or words has."""
+        return count * len(self.key_labels) if self.cap.source else pairs(count, self.cap.causal)
 
 
 def pairs(count: int, causal: bool) -> int:

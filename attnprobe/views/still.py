@@ -43,24 +43,41 @@ class Panel:
 
 
 def one_panel(
-    title: str, labels: Sequence[str], label_width: int, weights: Tensor, colours: Sequence[str]
+    title: str,
+    labels: Sequence[str],
+    label_width: int,
+    weights: Tensor,
+    colours: Sequence[str],
+    *,
+    key_labels: Sequence[str] = (),
 ) -> str:
-    """A text twice, and between them the lines of some heads: weights are (h, N, N)."""
-    height = len(labels) * _STEP
+    """A text twice, and between them the lines of some heads: weights are (h, N, N).
+
+    With `key_labels`, M of them, another text at the right: weights are (h, N, M).
+    """
+    height = max(len(labels), len(key_labels)) * _STEP
     panel = Panel(title, label_width, 24, 130, height, weights, colours)
     return _picture(
-        [panel], _both_sides(labels, label_width, 24), 2 * label_width + 130, height + 30
+        [panel],
+        _both_sides(labels, label_width, 24, key_labels),
+        2 * label_width + 130,
+        height + 30,
     )
 
 
-def _both_sides(labels: Sequence[str], label_width: int, top: int) -> str:
+def _both_sides(
+    labels: Sequence[str], label_width: int, top: int, key_labels: Sequence[str] = ()
+) -> str:
     """The words to the left and right of a panel that begins at some height."""
-    columns = (("end", label_width - 6), ("start", label_width + 136))
+    columns = (
+        ("end", label_width - 6, labels),
+        ("start", label_width + 136, key_labels or labels),
+    )
     return "".join(
         f'<text x="{x}" y="{top + 4 + (at + 0.5) * _STEP}" text-anchor="{anchor}">'
         f"{escaped(label)}</text>"
-        for anchor, x in columns
-        for at, label in enumerate(labels)
+        for anchor, x, some in columns
+        for at, label in enumerate(some)
     )
 
 
@@ -145,8 +162,7 @@ def svg(inside: str, width: int, height: int) -> str:
 
 def _drawn(panel: Panel, least: float) -> str:
     """A panel's lines of weights of at least `least`: a path for each head and opacity."""
-    size = panel.weights.shape[-1]
-    x, step = panel.x, panel.height / size
+    x, step = panel.x, panel.height / max(panel.weights.shape[-2:])
     paths = [
         f'<text x="{x + panel.width / 2:g}" y="{panel.y - 8:g}" text-anchor="middle" '
         f'font-size="11">{escaped(panel.title)}</text>'
