@@ -136,3 +136,40 @@ def test_gpt2s_tokenizer_is_the_real_one(gpt2_sized):
     # OpenAI's published ids for these words.
     assert gpt2_sized.tokenizer("Hello world")["input_ids"] == [15496, 995]
     assert len(gpt2_sized.tokenizer) == 50257
+
+
+def test_smollm2_has_a_previous_token_head_and_an_induction_head(smollm2):
+    prose = (
+        "Once upon a time there was a little girl who lived in a village near the forest. "
+        "Whenever she went out, she wore a red riding cloak, so everyone in the village called "
+        "her Little Red Riding Hood."
+    )
+    stats = ap.head_stats(ap.capture(smollm2, prose)).set_index(["layer", "head"])
+    assert stats["previous"].idxmax() == (16, 0)
+    assert stats["previous"].max() > 0.7
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1000, 20000, (40,), generator=generator).tolist()
+    repeated = ap.head_stats(ap.capture(smollm2.model, ids + ids)).set_index(["layer", "head"])
+    assert repeated["induction"].idxmax() == (18, 6)
+    assert repeated["induction"].max() > 0.9
+
+
+KINDS_OF_TEXT = {
+    "code": "def add(a, b):\n    return a + b\n\nprint(add(2, 3))  # 5\n",
+    "Chinese": "孩子們正在綠色的公園裡玩耍，後來下起雨來。",
+    "chat": [
+        {"role": "user", "content": "Which word comes next?"},
+        {"role": "assistant", "content": "That depends on the words before it."},
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_TEXT)
+def test_smollm2_is_verified_in_full_on_every_kind_of_text(smollm2, kind):
+    text = KINDS_OF_TEXT[kind]
+    if kind == "chat":
+        text = smollm2.tokenizer.apply_chat_template(text)
+    model = copy.deepcopy(smollm2.model)
+    model.set_attn_implementation("eager")
+    report = ap.verify(ap.capture((model, smollm2.tokenizer), text))
+    assert verdicts(report) == {check: {"verified"} for check in CHECKS}, report
