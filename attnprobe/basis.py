@@ -52,7 +52,26 @@ class Basis:
             return f"dropout of {call.dropout} was on, so the weights were random"
         if not call.facts_known and self.difference:
             return f"{_unknown_type(call)}: {self.difference}"
+        if self.taken and self.opened:
+            return f"the model attends to keys that are later or padding: {self.opened}"
         return ""
+
+    @cached_property
+    def opened(self) -> int:
+        """How many entries the kernel's mask opens that causality or padding closes.
+
+        A model may narrow what a query sees by a rule of its own; a mask that was lost widens it.
+        """
+        expected, used = self.call.expected_mask, self._used
+        if expected is None:
+            return 0
+        base = replace(expected, window=None, ahead=None, chunk=None)
+        count = 0
+        for start, stop in row_blocks(self.call):
+            allowed = base.allowed(start, stop, device=self.call.query.device, keys=base.keys)
+            open_ = used.allowed(start, stop, device=self.call.query.device, keys=used.keys)
+            count += int((open_ & ~allowed & allowed.any(-1, keepdim=True)).sum())
+        return count
 
     @cached_property
     def departure(self) -> str:

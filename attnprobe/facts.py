@@ -125,6 +125,9 @@ def is_causal(config: Any, module: nn.Module) -> bool:
 
 def reach(config: Any, index: int, causal: bool) -> dict[str, int]:
     """What of `MaskRule` a layer's config sets: window, ahead, chunk."""
+    own = getattr(config, "attention_layers", None)  # GPT-Neo's
+    if own and own[index % len(own)] == "local":
+        return {"window": config.window_size}
     kinds = getattr(config, "layer_types", None) or ()
     kind = kinds[index] if index < len(kinds) else ""
     size = getattr(config, "sliding_window", None)
@@ -216,6 +219,16 @@ def _past(frames: list[dict[str, Any]]) -> int:
     return max((frame["past"] for frame in frames), default=0)
 
 
+def _of_tokens(frame: dict[str, Any], queries: int) -> bool:
+    """Whether a call's queries are as many as the tokens of the model that is running.
+
+    Else it is no attention among tokens: Inkling attends to its layers.
+    """
+    given = [frame.get(name) for name in ("input_ids", "inputs_embeds")]
+    lengths = [one.shape[1] for one in given if isinstance(one, Tensor) and one.dim() > 1]
+    return not lengths or queries in lengths
+
+
 def _fits(padding: Any, batch: int, keys: int) -> bool:
     """Whether this is one row of 0 and 1 for each text; transformers also hands on whole masks."""
     if not isinstance(padding, Tensor):
@@ -243,9 +256,11 @@ def mask_rule(
         frames: the arguments of the models that are running, the outermost first, with `past`: how
             many tokens a cache held before this forward.
     """
+    batch, queries, keys = shape
     if not frames or _packs_documents(frames):
         return None
-    batch, queries, keys = shape
+    if kind == "self" and not _of_tokens(frames[-1], queries):
+        return None
     # How many tokens have left a cache that slides.
     gone = 0 if kind == "cross" else max(_past(frames) + queries - keys, 0)
     padding = _padding_of(frames, kind, batch, gone + keys)

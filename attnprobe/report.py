@@ -127,13 +127,11 @@ class VerificationReport:
         if self.steps > 1:
             return f"{layers} layers over {self.steps} forwards ({heads} heads in all)"
         several = any(row.part for row in self.rows)  # each with its own number of layers
-        every = several or self.model_layers in (None, layers)
-        return (
-            f"all {layers} layers and {heads} heads"
-            if every
-            else f"{layers} attention layers and {heads} heads (the model has {self.model_layers} "
-            "layers)"
-        )
+        if several or self.model_layers == layers:
+            return f"all {layers} layers and {heads} heads"
+        seen = f"{layers} attention layer{'' if layers == 1 else 's'} and {heads} heads"
+        has = "" if self.model_layers is None else f" (the model has {self.model_layers} layers)"
+        return seen + has
 
     def _gaps(self) -> str:
         """The checks of which nothing was compared, or not in every layer."""

@@ -112,6 +112,8 @@ def captured(model: nn.Module) -> Trial:
         return refused(model, error)
     if cap.unseen and report.verdict == "not_checked":
         return Trial("unsupported", f"attention that cannot be followed: {cap.unseen[0]}")
+    if "keys that are later or padding" in report.summary:
+        return Trial("unsupported", "its mask opens what causality or padding closes")
     checks = by_check(report.rows)
     unchecked = "; ".join(checks["output"]["reasons"])
     reasons = {"verified": "", "mismatch": report.summary, "not_checked": unchecked}

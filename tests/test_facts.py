@@ -116,3 +116,9 @@ def test_terms_come_from_config_and_weights():
     found = expected_terms(module, config()).sinks
     assert found.tolist() == [1.0, 2.0]
     assert not found.requires_grad
+
+
+def test_gpt_neos_local_layers_have_a_window():
+    layers = config(attention_layers=["global", "local"], window_size=4)
+    assert reach(layers, 0, True) == {}
+    assert reach(layers, 1, True) == {"window": 4}

@@ -25,7 +25,7 @@ CAUSAL = ("big_bird", "bloom", "cpmant", "falcon", "git", "gpt_neo", "gpt_neox_j
 CAUSAL += ("megatron-bert", "mvp", "openai-gpt", "rembert", "roformer", "trocr", "xglm", "xlm")
 MASKED = ("convbert", "deberta", "flaubert", "ibert", "luke", "mpnet", "nystromformer")
 MASKED += ("squeezebert", "tapas")
-UNCHECKED_MASK = {"bloom", "cpmant", "deberta", "gpt_neo", "mpnet", "mpt"}
+UNCHECKED_MASK = {"bloom", "cpmant", "deberta", "mpnet", "mpt"}
 
 
 def small(task, kind, kernel="eager"):
@@ -677,3 +677,20 @@ def test_two_probes_see_the_same():
         model(ids)
     assert len(outer) == len(inner) == 1
     assert torch.equal(outer[0].head_output_model, inner[0].head_output_model)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "falcon", "gpt_neo"])
+def test_a_mask_that_was_lost_does_not_pass_though_the_type_is_not_known(kind):
+    model = small("causal", kind)
+    assert ap.verify(ap.capture(model, texts())).passed
+
+    def open_everything(module, args, kwargs):
+        mask = kwargs.get("attention_mask")
+        return args, kwargs | {"attention_mask": None if mask is None else torch.zeros_like(mask)}
+
+    for module in model.modules():
+        if type(module).__name__.endswith("Attention"):
+            module.register_forward_pre_hook(open_everything, with_kwargs=True)
+    report = ap.verify(ap.capture(model, texts()))
+    assert not report.passed
+    assert report.verdict == "mismatch" or "later or padding" in report.summary

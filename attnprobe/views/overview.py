@@ -61,7 +61,9 @@ def report_view(
     Raises:
         InputError: there is no such text; no capture.
     """
-    read = captured(cap).words_of(text)
+    if captured(cap).part == "cross":
+        raise InputError("a report is of one text, and cross attention of two: use head_view")
+    read = cap.words_of(text)
     verification = verify(cap) if verification is None else verification
     subject = _Subject(cap, text)
     written = "\n".join(visible(line) for line in without_overrides(read.text).split("\n"))
