@@ -204,7 +204,7 @@ class Capture:
         Raises:
             InputError: the capture is of no encoder-decoder.
         """
-        return self._part("encoder", self._target)
+        return self._part("encoder")
 
     @property
     def decoder(self) -> Capture:
@@ -213,9 +213,9 @@ class Capture:
         Raises:
             InputError: the capture is of no encoder-decoder.
         """
-        target = self._target
+        target = self._both()
         return replace(
-            self._part("decoder", target),
+            self._part("decoder"),
             texts=target.texts,
             input_ids=target.input_ids,
             padding=target.padding,
@@ -231,17 +231,16 @@ class Capture:
             InputError: the capture is of no encoder-decoder.
         """
         source = Target(self.texts, self.input_ids, self.padding, self.words)
-        return replace(
-            self.decoder, calls=self._part("cross", self._target).calls, part="cross", source=source
-        )
+        return replace(self.decoder, calls=self._part("cross").calls, part="cross", source=source)
 
-    @property
-    def _target(self) -> Target:
+    def _both(self) -> Target:
+        """The decoder's texts of a capture that holds both parts; refuses any other."""
         if self.target is None or self.part:
             raise InputError("this capture has no encoder and decoder: it is of one text's model")
         return self.target
 
-    def _part(self, part: Literal["encoder", "decoder", "cross"], target: Target) -> Capture:
+    def _part(self, part: Literal["encoder", "decoder", "cross"]) -> Capture:
+        self._both()
         return replace(
             self, calls=tuple(call for call in self.calls if call.part == part), part=part
         )

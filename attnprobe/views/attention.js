@@ -76,8 +76,8 @@ function showHead() {
 
 function drawScale(colour) {
   const context = sized(at("shades"), 100, 10);
+  const paper = channels(styleOf("--paper"));
   for (let x = 0; x < 100; x++) {
-    const paper = channels(styleOf("--paper"));
     context.fillStyle = `rgb(${mixed(paper, channels(colour), shade(x / 99))})`;
     context.fillRect(x, 0, 1, 10);
   }
