@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnprobe.capturing import capture
+    from attnprobe.editing import edit
     from attnprobe.errors import AttnprobeError, InputError, ModelError, NonFiniteError
     from attnprobe.heads import head_stats
     from attnprobe.hooks import probe
@@ -40,6 +41,7 @@ __all__ = [
     "attended_by",
     "attention_view",
     "capture",
+    "edit",
     "head_stats",
     "head_view",
     "heatmap",
@@ -62,6 +64,7 @@ __all__ = [
 _HOMES = {
     "errors": ("AttnprobeError", "InputError", "ModelError", "NonFiniteError"),
     "capturing": ("capture",),
+    "editing": ("edit",),
     "heads": ("head_stats",),
     "hooks": ("probe",),
     "models": ("load",),

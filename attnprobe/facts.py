@@ -189,8 +189,8 @@ def positions(frames: list[dict[str, Any]], batch: int, queries: int) -> Tensor 
             if isinstance(one, Tensor) and one.shape in ((batch, queries), (1, queries))
         ]
         return fitting[0].detach() if fitting else None
-    past = _past(frames)
-    return torch.arange(past, past + queries)[None]
+    first = past(frames)
+    return torch.arange(first, first + queries)[None]
 
 
 def frequency_dtype(model: nn.Module) -> torch.dtype:
@@ -212,10 +212,11 @@ def first_key(shape: tuple[int, int, int], frames: list[dict[str, Any]]) -> int:
     A cache that slides or was cropped holds fewer keys than tokens went by; see `mask_rule`.
     """
     _, queries, keys = shape
-    return min(_past(frames), keys - queries)
+    return min(past(frames), keys - queries)
 
 
-def _past(frames: list[dict[str, Any]]) -> int:
+def past(frames: list[dict[str, Any]]) -> int:
+    """How many tokens went by before this forward; a cache that slides may have let some go."""
     return max((frame["past"] for frame in frames), default=0)
 
 
@@ -262,7 +263,7 @@ def mask_rule(
     if kind == "self" and not _of_tokens(frames[-1], queries):
         return None
     # How many tokens have left a cache that slides.
-    gone = 0 if kind == "cross" else max(_past(frames) + queries - keys, 0)
+    gone = 0 if kind == "cross" else max(past(frames) + queries - keys, 0)
     padding = _padding_of(frames, kind, batch, gone + keys)
     if padding is not None:
         if not _fits(padding, batch, gone + keys):

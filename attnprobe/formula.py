@@ -5,18 +5,22 @@ Pure torch: no transformers, no hooks. The functions take any float dtype and co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attnprobe.masks import Rule
+from attnprobe.masks import Allowing
 from attnprobe.rounding import Arithmetic, bounds, by_key_head, score_error
 from attnprobe.terms import PLAIN, Terms
 
 TILE_BYTES = 4 * 2**20
 """The size of one float64 tile of scores that the computation aims at, in bytes."""
+
+Weigh = Callable[[Tensor, Tensor | None, int], Tensor]
+"""Makes weights of masked scores (B, H, t, K), of the sinks (…, 1) or None, and of the number of
+the first of these rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +78,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rule: Rule,
+    rule: Allowing,
     scaling: float,
     terms: Terms = PLAIN,
 ) -> Tensor:
@@ -90,11 +94,12 @@ def tiles(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rule: Rule,
+    rule: Allowing,
     scaling: float,
     terms: Terms = PLAIN,
     *,
     rounding: Arithmetic | None = None,
+    weigh: Weigh | None = None,
     tile_bytes: int = TILE_BYTES,
 ) -> Iterator[Tile]:
     """Compute one attention call a tile of query rows at a time; past the diagonal, nothing.
@@ -107,6 +112,8 @@ def tiles(
         scaling: the factor on q·k, 1/√D by the formula.
         terms: what the model adds to the formula.
         rounding: a kernel's arithmetic; given, every tile carries bounds on that kernel's error.
+        weigh: what makes weights of the scores in softmax's place, for who changes the formula; the
+            bounds are softmax's.
         tile_bytes: the size of a float64 tile of scores to aim at.
 
     Yields:
@@ -124,7 +131,7 @@ def tiles(
         s = capped(scores(q, k, scaling), terms)  # (B, H, t, K)
         masked = (s if bias is None else s + bias).masked_fill(~allowed, -torch.inf)
         sinks = terms.sinks_of(start, stop)
-        w = softmax(masked, sinks)
+        w = weigh(masked, sinks, start) if weigh else softmax(masked, sinks)
         o = by_key_head(w, v)  # (B, H, t, Dv)
         seen = allowed.any(-1)  # (B, 1, t)
         limits: tuple[Tensor | None, Tensor | None] = (None, None)

@@ -28,7 +28,7 @@ from attnprobe.inspecting import (
     forward_of,
     torchs_attention,
 )
-from attnprobe.interception import Interception, KernelOutput
+from attnprobe.interception import Handler, Interception, KernelOutput
 from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, Calls
 
@@ -94,18 +94,22 @@ def watched(model: nn.Module) -> Iterator[Calls]:
 
 
 @contextmanager
-def replaced(model: nn.Module, kernel: Callable[[AttentionCall], Tensor]) -> Iterator[None]:
-    """Run a model with another function in place of every attention kernel.
+def replaced(
+    model: nn.Module,
+    handle: Handler,
+    patch: Callable[[AttentionCall], dict[str, Tensor]] | None = None,
+) -> Iterator[None]:
+    """Run a model with something else in place of every attention kernel.
 
     Args:
         model: the model; it is as before after the block.
-        kernel: gets a call without its outputs, returns the heads' output (B, T, H, Dv).
+        handle: gets a call without its outputs, and what runs the model's own kernel on what the
+            model gave it; returns the heads' output (B, T, H, Dv), and weights or None.
+        patch: gives a call's query, key or value others, by name: `handle` and every probe see them
+            in the place of the model's own.
     """
-
-    def stand_in(call: AttentionCall, run: Callable[[], KernelOutput]) -> KernelOutput:
-        return kernel(call).to(call.value.dtype).contiguous(), None
-
-    with _intercept(Interception(model, stand_in, replaces=True)):
+    _refuse_compiled(model)
+    with _intercept(Interception(model, handle, replaces=True, patch=patch)):
         yield
 
 
@@ -205,6 +209,9 @@ def _watched_kernel(
     arguments = dict(zip(order, (module, *args), strict=False)) | kwargs
     for one in concerned:
         call = one.record(implementation or "eager", module, arguments)
+        if one.patch is not None:
+            patches = one.patch(call)
+            call, arguments = replace(call, **patches), arguments | patches  # type: ignore[arg-type]
         run = functools.partial(one.handle, call, run)
     with ExitStack() as stack:
         for one in concerned:

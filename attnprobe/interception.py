@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers import Cache
 
 from attnprobe import facts
+from attnprobe.errors import ModelError
 from attnprobe.following import Following
 from attnprobe.inspecting import arguments_of, asks_for_kernel, computes_softmax, forward_of
 from attnprobe.known import KNOWN_TYPES
@@ -56,6 +57,7 @@ class Interception:
     handle: Handler
     leave: Callable[[nn.Module, Any], None] | None = None
     replaces: bool = False
+    patch: Callable[[AttentionCall], dict[str, Tensor]] | None = None
     names: dict[nn.Module, str] = field(default_factory=dict)
     parents: dict[nn.Module, nn.Module] = field(default_factory=dict)
     apart: dict[nn.Module, nn.Module] = field(default_factory=dict)  # W_O -> its attention module
@@ -169,8 +171,13 @@ class Interception:
         self, kernel: str, arguments: dict[str, Any], run: Callable[[], KernelOutput]
     ) -> KernelOutput:
         """An attention that the innermost module computed by itself."""
-        module = self.inside[-1].module
-        return self.handle(self.record(kernel, module, arguments), run)
+        call = self.record(kernel, self.inside[-1].module, arguments)
+        if self.patch is not None and self.patch(call):
+            raise ModelError(
+                f"{call.name} computes its attention by itself, so its query, key and value are "
+                "past when they are seen: patch its head_output"
+            )
+        return self.handle(call, run)
 
     def refused(self, reason: str) -> None:
         """An attention of the innermost module that could not be followed."""
@@ -228,6 +235,7 @@ class Interception:
             is_causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
             expected_mask=facts.mask_rule(module, config, index, kind, shape, self.frames),
             first_key=0 if kind == "cross" else facts.first_key(shape, self.frames),
+            past=facts.past(self.frames),
             in_encoder=self._in_encoder(module),
             step=max(self.step, 0),
             terms=Terms(

@@ -21,12 +21,8 @@ exp(-10000) is 0 in every dtype up to float64.
 """
 
 
-class Rule(Protocol):
-    """Which keys each query of a call may attend to: `MaskRule`, or `GivenMask`."""
-
-    @property
-    def keys(self) -> int:
-        """S, the number of keys."""
+class Allowing(Protocol):
+    """Which keys each query of a call may attend to."""
 
     def allowed(
         self,
@@ -37,6 +33,14 @@ class Rule(Protocol):
         device: torch.device | None = None,
     ) -> Tensor:
         """See `MaskRule.allowed`."""
+
+
+class Rule(Allowing, Protocol):
+    """Which keys each query of a call may attend to: `MaskRule`, or `GivenMask`."""
+
+    @property
+    def keys(self) -> int:
+        """S, the number of keys."""
 
     def within(self, text: int, heads: Sequence[int], rows: slice, keys: slice) -> Rule:
         """The rule of some heads among one text's own tokens: stretches of queries and keys."""

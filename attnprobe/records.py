@@ -76,6 +76,8 @@ class AttentionCall:
     mask of more than (B, S), so that there are no facts to rebuild it from."""
     first_key: int = 0
     """Where this forward's own keys begin: after those that a cache held before it."""
+    past: int = 0
+    """How many tokens went by before this forward; a cache that slides may have let some go."""
     in_encoder: bool | None = None
     """Whether it is a call of an encoder-decoder's encoder; None of other models."""
     step: int = 0

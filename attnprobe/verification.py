@@ -221,7 +221,11 @@ def _spread(given: Tensor, own: Tensor, moved: Tensor) -> _Spread:
 
 def _output_with(cap: Capture, kernel: Callable[[AttentionCall], Tensor]) -> Tensor:
     assert cap.lm is not None
-    with torch.no_grad(), replaced(cap.lm.model, kernel):
+
+    def handle(call: AttentionCall, _: object) -> tuple[Tensor, None]:
+        return kernel(call).to(call.value.dtype).contiguous(), None
+
+    with torch.no_grad(), replaced(cap.lm.model, handle):
         return output_of(cap.lm.model(**cap.inputs), cap.lm.model, cap.output_padding)
 
 

@@ -558,7 +558,7 @@ def test_a_replacement_stands_for_what_is_followed():
     ids = torch.tensor([texts()[0]])
     with torch.no_grad():
         without = model(ids).logits
-        with replaced(model, lambda call: call.value.transpose(1, 2) * 2), ap.probe(model) as calls:
+        with replaced(model, _twice_the_values), ap.probe(model) as calls:
             within = model(ids).logits
         after = model(ids).logits
     assert torch.equal(calls[0].head_output_model, calls[0].value.transpose(1, 2) * 2)
@@ -694,3 +694,7 @@ def test_a_mask_that_was_lost_does_not_pass_though_the_type_is_not_known(kind):
     report = ap.verify(ap.capture(model, texts()))
     assert not report.passed
     assert report.verdict == "mismatch" or "later or padding" in report.summary
+
+
+def _twice_the_values(call, run):
+    return call.value.transpose(1, 2) * 2, None

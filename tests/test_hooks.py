@@ -168,10 +168,10 @@ def test_two_models_in_two_threads(gpt2):
 
 def test_a_probe_sees_what_stands_in_for_the_kernel(gpt2):
     model = gpt2()
-    with ap.probe(model) as calls, replaced(model, lambda call: call.value.transpose(1, 2) * 2):
+    with ap.probe(model) as calls, replaced(model, _twice_the_values):
         model(IDS)
     assert torch.equal(calls[0].head_output_model, calls[0].value.transpose(1, 2) * 2)
-    with replaced(model, lambda call: call.value.transpose(1, 2) * 2), ap.probe(model) as calls:
+    with replaced(model, _twice_the_values), ap.probe(model) as calls:
         model(IDS)
     assert torch.equal(calls[0].head_output_model, calls[0].value.transpose(1, 2) * 2)
 
@@ -341,3 +341,7 @@ def test_documents_packed_into_one_text_follow_a_rule_of_their_own():
     with torch.no_grad(), ap.probe(model) as calls:
         model(FEW[:1], position_ids=positions, use_cache=False)
     assert calls[0].expected_mask is None
+
+
+def _twice_the_values(call, run):
+    return call.value.transpose(1, 2) * 2, None
