@@ -67,12 +67,12 @@ class Change:
         Raises:
             InputError: an unknown name, a number out of range, changes that cannot go together.
         """
-        _one_of("mask", self.mask, ("none",))
-        _one_of("kernel", self.kernel, ("formula",))
+        one_of("mask", self.mask, ("none",))
+        one_of("kernel", self.kernel, ("formula",))
         if not callable(self.scale) and not _is_number(self.scale):
-            _one_of("scale", self.scale, ("none", "1/d_k", "a number"))
+            one_of("scale", self.scale, ("none", "1/d_k", "a number"))
         if not callable(self.weights):
-            _one_of("weights", self.weights, ("uniform", "previous", "first"))
+            one_of("weights", self.weights, ("uniform", "previous", "first"))
         if self.window is not None and whole(self.window, "window") < 1:
             raise InputError(f"a window is at least 1, the word itself; got {self.window}")
         if self.temperature is not None and not (
@@ -87,7 +87,7 @@ class Change:
                 "output: make an edit of each"
             )
         if not isinstance(self.head_output, Capture):
-            _one_of("head_output", self.head_output, ("zero", "mean", "resample", "a capture"))
+            one_of("head_output", self.head_output, ("zero", "mean", "resample", "a capture"))
         if (self.head_output in ("mean", "resample")) != (self.reference is not None):
             raise InputError(
                 "head_output='mean' or 'resample' asks for reference=, what ap.capture returns, "
@@ -325,6 +325,11 @@ def _is_number(given: object) -> bool:
     return isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given)
 
 
-def _one_of(what: str, given: object, names: tuple[str, ...]) -> None:
+def one_of(what: str, given: object, names: tuple[str, ...]) -> None:
+    """Refuse what is none of some names; None is no name, and passes.
+
+    Raises:
+        InputError: it is something else.
+    """
     if given is not None and given not in names:
         raise InputError(f"{what} is one of {', '.join(names)}; got {given!r}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from attnprobe.changes import Change, HeadOutput, Scale, Weights
+from attnprobe.changes import Change, HeadOutput, Scale, Weights, one_of
 from attnprobe.errors import InputError
 from attnprobe.hooks import replaced
 from attnprobe.models import as_language_model
@@ -76,6 +76,7 @@ def edit(
             M is not known where the mask is to change; a mask that opens a cache's past; a backward
             pass through what was computed here.
     """
+    one_of("part", part, ("encoder", "decoder", "cross"))
     where = Where(part, _numbers(layers, "layer"), _pairs(heads), _numbers(positions, "position"))
     change = Change(
         *(where, scale, mask, window, _numbers(drop, "position"), temperature, weights),
