@@ -263,7 +263,8 @@ def test_positions_are_counted_from_each_texts_first_token(gpt2, side):
     model = gpt2()
     texts = [IDS, IDS[:6]]
     other = ap.capture(model, [OTHER[:7], OTHER], padding_side="right" if side == "left" else side)
-    for change in ({"drop": [1]}, {"head_output": other, "positions": [2, 5], "layers": [1]}):
+    patch = {"head_output": other, "positions": [2, 5], "layers": [1]}
+    for change in ({"drop": [1]}, {"weights": "previous"}, {"weights": "first"}, patch):
         with ap.edit(model, **change):
             batch = ap.capture(model, texts, padding_side=side)
         for text, ids in enumerate(texts):
