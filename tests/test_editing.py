@@ -262,8 +262,10 @@ def test_everything_patched_is_the_other_text(gpt2):
 def test_positions_are_counted_from_each_texts_first_token(gpt2, side):
     model = gpt2()
     texts = [IDS, IDS[:6]]
-    other = ap.capture(model, [OTHER[:7], OTHER], padding_side="right" if side == "left" else side)
-    patch = {"head_output": other, "positions": [2, 5], "layers": [1]}
+    other = ap.capture(
+        model, [OTHER[:7], OTHER], padding_side="right" if side == "left" else "left"
+    )
+    patch = {"head_output": other, "positions": [2, 5, 8], "layers": [1]}
     for change in ({"drop": [1]}, {"weights": "previous"}, {"weights": "first"}, patch):
         with ap.edit(model, **change):
             batch = ap.capture(model, texts, padding_side=side)
@@ -275,13 +277,18 @@ def test_positions_are_counted_from_each_texts_first_token(gpt2, side):
             assert_close(batch.output[text, batch.positions(text)], alone[0])
 
 
-def test_a_patch_holds_where_both_texts_have_the_position(gpt2):
+@pytest.mark.parametrize("name", ["value", "head_output"])
+def test_a_patch_holds_where_both_texts_have_the_position(gpt2, name):
     model = gpt2()
-    with ap.edit(model, head_output=ap.capture(model, OTHER[:4]), layers=[0]):
+    with ap.edit(model, layers=[0], **{name: ap.capture(model, OTHER[:4])}):
         cap = ap.capture(model, IDS)
-    plain, theirs = (ap.capture(model, ids).calls[0].head_output_model for ids in (IDS, OTHER[:4]))
-    assert torch.equal(cap.calls[0].head_output_model[:, :4], theirs)
-    assert torch.equal(cap.calls[0].head_output_model[:, 4:], plain[:, 4:])
+    field, axis = ("value", 2) if name == "value" else ("head_output_model", 1)
+    got, own, theirs = (
+        getattr(one.calls[0], field)
+        for one in (cap, ap.capture(model, IDS), ap.capture(model, OTHER[:4]))
+    )
+    assert torch.equal(got.narrow(axis, 0, 4), theirs)
+    assert torch.equal(got.narrow(axis, 4, 7), own.narrow(axis, 4, 7))
 
 
 CHANGES = {
