@@ -51,7 +51,7 @@ class Rule:
         return (by_text | alone)[:, None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
     """A kind of attention, and a model type that has it.
 
@@ -151,8 +151,8 @@ _YARN |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 16}
 _CAP = {"attn_logit_softcapping": 5.0}
 
 KINDS = (
-    Kind("gpt2"),
-    Kind("gpt2", note="70 tokens", changes=_LONG, tokens=(70, 67)),
+    Kind("gpt2", spread=6.0),
+    Kind("gpt2", note="70 tokens", changes=_LONG, tokens=(70, 67), spread=6.0),
     Kind("gpt_bigcode"),
     Kind("opt", scale="none"),
     Kind("llama", **_GROUPED),
