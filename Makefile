@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type notebooks bench-views architectures wheel-check clean
+.PHONY: demo test lint type notebooks bench-views architectures mutants wheel-check clean
 
 demo: $(STAMP)
 	$(BIN)/attnprobe verify
@@ -30,6 +30,10 @@ bench-views: $(STAMP)
 # A small model of every model type of transformers, verified: docs/architectures.md. Some minutes.
 architectures: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/architectures.py
+
+# Attention that is wrong on purpose, on every kind of attention: docs/mutants.md. Some minutes.
+mutants: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/mutants.py --markdown docs/mutants.md
 
 # The built wheel, alone in a new environment and outside of this folder, does its main job.
 wheel-check: $(STAMP)

@@ -1,268 +1,247 @@
-"""Wrong attention, on purpose: how far beyond its bound does `verify` find each mutant?
+"""Every mutant on every kind of attention it applies to: how far beyond its bound is it found?
 
-Each mutant is a right kernel with one thing wrong, put where transformers looks the kernel up. A
-GPT-2 that runs with it must be reported as a mismatch. `python scripts/mutants.py` prints the
-table; `tests/test_mutants.py` asserts it.
+`python scripts/mutants.py` prints the table; with `--markdown docs/mutants.md` it is written
+there. `tests/test_mutants.py` asserts what it holds.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-from unittest import mock
+from pathlib import Path
 
 import torch
 import transformers
-from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.modeling_utils import AttentionInterface
-from transformers.models.gpt2 import modeling_gpt2
+from mutant_models import KINDS, SEAM, Kind, captured, made
+from planting import installed
+from torch import nn
+from wrong_attention import PLACED, UNCHANGED, Mutant, mutants_of
 
-from attnprobe.capturing import capture
-from attnprobe.report import VerificationReport
-from attnprobe.verification import verify
+from attnprobe.verification import CHECKS, verify
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LOWER = {
-    torch.float32: torch.float16,
-    torch.float16: torch.bfloat16,
-    torch.bfloat16: torch.float8_e4m3fn,
+PAGE = Path(__file__).parents[1] / "docs" / "mutants.md"
+COLUMNS = [(kernel, dtype) for kernel in SEAM for dtype in DTYPES]
+Column = tuple[str, torch.dtype]
+
+TELLING = {
+    "kernel": ("weights", "output"),
+    "model": ("mask", "weights", "output"),
+    "before": ("projection",),
 }
+"""By a mutant's place, the checks that are to find it: each by itself, not by what it does to
+later layers or to the logits."""
 
 
 @dataclass(frozen=True)
-class Size:
-    """A small GPT-2 and a batch of two texts for it; no two sizes alike, so no swap can pass."""
+class Found:
+    """What `verify` says of a model that runs with a mutant.
 
-    heads: int
-    head_size: int
-    layers: int
-    tokens: tuple[int, int]
+    Attributes:
+        state: "caught" if it is a mismatch; "told" if it is none, but is said not to be checked;
+            "passed".
+        ratio: of error to bound, the largest finite one of what mismatches (of all, where nothing
+            does); infinite where there is none.
+        checks: those that mismatch.
+    """
+
+    state: str
+    ratio: float
+    checks: frozenset[str]
+
+
+def found(mutant: Mutant, kind: Kind, model: nn.Module, seed: int) -> Found:
+    """Run a kind's model with a mutant, capture and verify it."""
+    with installed(mutant, kind, model, seed):
+        cap = captured(kind, model, seed)
+    report = verify(cap, CHECKS if mutant is UNCHANGED else TELLING[mutant.place])
+    bad = [row for row in report.rows if row.verdict == "mismatch"]
+    compared = bad or [row for row in report.rows if row.verdict != "not_checked"]
+    ratios = [row.ratio for row in compared if row.check != "mask" and math.isfinite(row.ratio)]
+    # Only eager gives its weights, so those may be unchecked without a word.
+    unchecked = {row.check for row in report.rows if row.verdict == "not_checked"} - {"weights"}
+    state = "caught" if bad else "told" if unchecked else "passed"
+    return Found(state, max(ratios, default=math.inf), frozenset(row.check for row in bad))
+
+
+def may_be_told(mutant: Mutant, kind: Kind) -> bool:
+    """Whether attnprobe does not know enough of a kind to call the mutant a mismatch.
+
+    Of some types it is not known whether their config says all of the scale and the mask, of some
+    classes not what they do to query and key: reports say so.
+    """
+    unknown = {"model": not kind.facts, "before": not kind.projected, "kernel": False}
+    return unknown[mutant.place]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A mutant on a kind: what was found, by kernel and dtype, over seeds."""
+
+    kind: Kind
+    mutant: Mutant
+    runs: dict[Column, list[Found]]
 
     @property
-    def embedding(self) -> int:
-        """The model's width, E = H·D."""
-        return self.heads * self.head_size
+    def every(self) -> list[Found]:
+        """All runs."""
+        return [one for runs in self.runs.values() for one in runs]
+
+    @property
+    def wrong(self) -> int:
+        """How many runs are judged wrongly."""
+        if self.mutant is UNCHANGED:
+            return sum(one.state == "caught" or one.ratio > 1 for one in self.every)
+        right = {"caught"} | ({"told"} if may_be_told(self.mutant, self.kind) else set())
+        return sum(one.state not in right for one in self.every)
+
+    @property
+    def told(self) -> bool:
+        """Whether it is not caught everywhere, as reports say."""
+        told = any(one.state == "told" for one in self.every)
+        return told and self.mutant is not UNCHANGED
+
+    @property
+    def checks(self) -> str:
+        """The checks that found it in every run that caught it."""
+        caught = [one.checks for one in self.every if one.state == "caught"]
+        common = frozenset.intersection(*caught) if caught else frozenset()
+        return ", ".join(name for name in CHECKS if name in common)
+
+    def cell(self, column: Column) -> str:
+        """The least ratio of a column's runs; of the unchanged model, the largest."""
+        runs = self.runs.get(column, [])
+        if not runs:
+            return ""
+        if self.mutant is UNCHANGED:
+            return f"{max(one.ratio for one in runs):.2f}"
+        if any(one.state == "passed" for one in runs):
+            return "MISSED"
+        if any(one.state == "told" for one in runs):
+            return "–"
+        return number(min(one.ratio for one in runs))
 
 
-SIZES = (Size(6, 10, 2, (11, 7)), Size(3, 64, 2, (37, 29)), Size(5, 16, 3, (130, 101)))
-
-Inputs = tuple[nn.Module, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]]
-Kernel = Callable[..., tuple[Tensor, Tensor | None]]
-Mutant = Callable[[Kernel, Inputs], tuple[Tensor, Tensor | None]]
+def number(ratio: float) -> str:
+    """A ratio to two digits; ∞ where no error may be, as in a mask or a weight of the future."""
+    return "∞" if math.isinf(ratio) else f"{ratio:.1f}" if ratio < 10 else f"{ratio:.2g}"
 
 
-def unchanged(kernel: Kernel, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """No mutant: the kernel as it is."""
-    module, query, key, value, mask, rest = inputs
-    return kernel(module, query, key, value, mask, **rest)
+def lines(kinds: Iterable[Kind], seeds: Sequence[int], turns: bool = False) -> Iterator[Line]:
+    """Run everything, kind by kind; by turns, each mutant under one kernel only."""
+    for kind in kinds:
+        columns = [(kernel, dtype) for kernel, dtype in COLUMNS if kernel in kind.kernels]
+        models = {(column, seed): made(kind, *column, seed) for column in columns for seed in seeds}
+        for turn, mutant in enumerate((UNCHANGED, *mutants_of(kind))):
+            one = kind.kernels[turn % len(kind.kernels)]
+            runs = {
+                column: [found(mutant, kind, models[column, seed], seed) for seed in seeds]
+                for column in columns
+                if not turns or mutant is UNCHANGED or column[0] == one
+            }
+            yield Line(kind, mutant, runs)
 
 
-def no_scaling(kernel: Kernel, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """softmax(QKᵀ + M)V."""
-    module, query, key, value, mask, rest = inputs
-    return kernel(module, query, key, value, mask, **rest | {"scaling": 1.0})
+def summary(table: Sequence[Line]) -> list[list[str]]:
+    """A row for each mutant: on how many kinds it is caught, or told, and the least ratios."""
+    rows = []
+    for mutant in (UNCHANGED, *(Mutant(*one) for one in PLACED)):
+        own = [line for line in table if line.mutant == mutant]
+        told = sum(line.told for line in own)
+        cells = []
+        for column in COLUMNS:
+            of = [one for line in own for one in line.runs.get(column, [])]
+            if mutant is UNCHANGED:
+                cells.append(f"{max((one.ratio for one in of), default=0):.2f}")
+            else:
+                caught = [one.ratio for one in of if one.state == "caught"]
+                cells.append(number(min(caught)) if caught else "")
+        if own:
+            counts = [str(len(own) - told), str(told or "")]
+            rows.append([mutant.name, mutant.place, *counts, *cells])
+    return rows
 
 
-def scaled_by_embedding(kernel: Kernel, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Divided by the root of the embedding's size instead of one head's."""
-    module, query, key, value, mask, rest = inputs
-    scaling = (query.shape[1] * query.shape[3]) ** -0.5
-    return kernel(module, query, key, value, mask, **rest | {"scaling": scaling})
+def detail(table: Sequence[Line]) -> list[list[str]]:
+    """A row for each mutant on each kind."""
+    return [
+        [line.kind.name, line.mutant.name, line.mutant.place, *map(line.cell, COLUMNS), line.checks]
+        for line in table
+    ]
 
 
-def no_mask(kernel: Kernel, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Every word sees every other, and the padding."""
-    module, query, key, value, _, rest = inputs
-    return kernel(module, query, key, value, None, **rest | {"is_causal": False})
+COLUMN_NAMES = [f"{kernel} {str(dtype).removeprefix('torch.')}" for kernel, dtype in COLUMNS]
+SUMMARY = ["mutant", "where", "kinds", "told", *COLUMN_NAMES]
+DETAIL = ["kind", "mutant", "where", *COLUMN_NAMES, "found by"]
+
+LEGEND = """Each number is the least ratio of error to bound over {seeds}: above 1 is a mismatch,
+that is, the mutant is found. Of `no change`, the model as it is, it is the largest of all checks:
+at most 1, or it were a false alarm. ∞: where no error may be (an entry of a mask, a weight of the
+future). –: told, no mismatch, but reported as not checked, as it is not known whether the config
+says all of the type's scale and mask (`model`), or what the class does to query and key (`before`).
+
+`kernel`: the kernel computes otherwise than it was asked to. `model`: the model asks a right kernel
+for the wrong thing; the model's own code is not told apart from what it computes. `before`: query
+or key are made wrongly. Scores have a standard deviation of about 2. A mutant counts as found only
+if the checks of its own place find it: `weights` and `output`, those and `mask`, `projection`."""
 
 
-def mask_one_later(kernel: Kernel, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """The diagonal one key further: each word sees the next one."""
-    return _with_diagonal(kernel, inputs, 1)
-
-
-def mask_one_earlier(kernel: Kernel, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """The diagonal one key back: no word but the first sees itself."""
-    return _with_diagonal(kernel, inputs, -1)
-
-
-def padding_ignored(kernel: Kernel, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Causal, but padded keys are attended to."""
-    module, query, key, value, _, rest = inputs
-    causal = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
-    return kernel(module, query, key, value, _as_additive(causal, query.dtype), **rest)
-
-
-def softmax_over_queries(kernel: Kernel, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Columns sum to 1 instead of rows."""
-    return _by_hand(inputs, lambda scores: scores.softmax(-2).nan_to_num())
-
-
-def heads_swapped(kernel: Kernel, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """The first two heads stand in each other's place."""
-    output, weights = unchanged(kernel, inputs)
-    order = [1, 0, *range(2, output.shape[2])]
-    return output[:, :, order], None if weights is None else weights[:, order]
-
-
-def value_of_wrong_layer(kernel: Kernel, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Values of the layer before, from the second layer on."""
-    module, query, key, value, mask, rest = inputs
-    before = value if module.layer_idx == 0 else value_of_wrong_layer.value
-    value_of_wrong_layer.value = value
-    return kernel(module, query, key, before, mask, **rest)
-
-
-def weights_rounded(kernel: Kernel, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Weights kept in the next lower dtype: float32 → float16 → bfloat16 → float8."""
-    lower = LOWER[inputs[3].dtype]
-    return _by_hand(inputs, lambda scores: scores.softmax(-1).to(lower).to(scores.dtype))
-
-
-MUTANTS: tuple[Mutant, ...] = (
-    no_scaling,
-    scaled_by_embedding,
-    no_mask,
-    mask_one_later,
-    mask_one_earlier,
-    padding_ignored,
-    softmax_over_queries,
-    heads_swapped,
-    value_of_wrong_layer,
-    weights_rounded,
-)
-
-
-@contextmanager
-def installed(mutant: Mutant) -> Iterator[None]:
-    """Have transformers hand out the mutant in place of GPT-2's sdpa and eager kernels."""
-
-    def mutated(kernel: Kernel) -> Kernel:
-        def run(
-            module: nn.Module,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            attention_mask: Tensor | None,
-            **rest: Any,
-        ) -> tuple[Tensor, Tensor | None]:
-            return mutant(kernel, (module, query, key, value, attention_mask, rest))
-
-        return run
-
-    kernels = AttentionInterface._global_mapping
-    with (
-        mock.patch.dict(kernels, sdpa=mutated(kernels["sdpa"])),
-        mock.patch.object(
-            modeling_gpt2,
-            "eager_attention_forward",
-            mutated(modeling_gpt2.eager_attention_forward),
-        ),
-    ):
-        yield
-
-
-def model(size: Size, kernel: str, dtype: torch.dtype, seed: int, spread: float) -> GPT2LMHeadModel:
-    """A random GPT-2 whose scores have about the given standard deviation."""
-    torch.manual_seed(seed)
-    config = GPT2Config(
-        n_layer=size.layers,
-        n_head=size.heads,
-        n_embd=size.embedding,
-        n_positions=256,
-        vocab_size=211,
-        initializer_range=(spread / size.embedding) ** 0.5,
-        attn_implementation=kernel,
-        bos_token_id=0,
-        eos_token_id=0,
+def text(header: list[str], rows: list[list[str]]) -> str:
+    """A table for a terminal."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *rows)
     )
-    return GPT2LMHeadModel(config).eval().to(dtype)
 
 
-def report(
-    mutant: Mutant,
-    size: Size,
-    kernel: str,
-    dtype: torch.dtype,
-    seed: int,
-    spread: float = 3.0,
-) -> VerificationReport:
-    """What `verify` says of a model that runs with the mutant."""
-    lm = model(size, kernel, dtype, seed, spread)
-    texts = [torch.randint(1, 211, (tokens,)).tolist() for tokens in size.tokens]
-    with installed(mutant):
-        return verify(capture(lm, texts, padding_side="left" if seed % 2 else "right"))
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table for a page."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
 
 
-def beyond(found: VerificationReport) -> float:
-    """The largest ratio of error to bound among the checks that compare numbers."""
-    frame = found.to_frame()
-    return float(frame[frame.check.isin(["weights", "output", "logits"])].ratio.max())
-
-
-def _with_diagonal(kernel: Kernel, inputs: Inputs, diagonal: int) -> tuple[Tensor, Tensor | None]:
-    module, query, key, value, mask, rest = inputs
-    allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(diagonal)
-    allowed[0, 0] = True  # a row without any key would be NaN, and no test
-    if mask is not None:  # what padding hides stays hidden
-        hides = ~mask if mask.dtype == torch.bool else mask < -1e4
-        allowed = allowed & ~hides.all(-2, keepdim=True)
-    return kernel(module, query, key, value, _as_additive(allowed, query.dtype), **rest)
-
-
-def _as_additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    mask = torch.zeros(allowed.shape, dtype=dtype)
-    mask = mask.masked_fill(~allowed, torch.finfo(dtype).min)
-    return mask.view(-1, 1, *mask.shape[-2:])
-
-
-def _by_hand(inputs: Inputs, weigh: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Attention in float32 with another way from scores to weights; rounded as eager, if eager."""
-    module, query, key, value, mask, rest = inputs
-    wide = torch.float32 if module.config._attn_implementation == "sdpa" else query.dtype
-    scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * rest["scaling"]
-    if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if mask.dtype == torch.bool:
-        mask = _as_additive(mask.view(-1, *mask.shape[-2:]), wide)
-    weights = weigh(scores + mask.to(wide))
-    output = (weights @ value.to(wide)).to(value.dtype).transpose(1, 2)
-    return output, weights if module.config._attn_implementation == "eager" else None
+def page(table: Sequence[Line], seeds: str) -> str:
+    """docs/mutants.md."""
+    return "\n\n".join(
+        [
+            "# Mutants",
+            f"Attention that is wrong on purpose, on {len({line.kind for line in table})} kinds of "
+            f"attention of transformers {transformers.__version__}, and how far beyond its bound "
+            "`attnprobe.verify` finds it. Made by `make mutants`.",
+            LEGEND.format(seeds=seeds),
+            f"## Over all kinds\n\n{markdown(SUMMARY, summary(table))}",
+            f"## Kind by kind\n\n{markdown(DETAIL, detail(table))}\n",
+        ]
+    )
 
 
 def main() -> int:
-    """Print the smallest ratio of each mutant over seeds and sizes, per kernel and dtype."""
+    """Run all kinds, or some; print or write the tables; 1 if anything is judged wrongly."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--spread", type=float, default=3.0, help="standard deviation of scores")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--kinds", help="some model types, with commas between them")
+    parser.add_argument("--markdown", type=Path, help="write the tables here, in Markdown")
     options = parser.parse_args()
-    seeds = range(options.seeds)
+    wanted = options.kinds.split(",") if options.kinds else [kind.type for kind in KINDS]
     transformers.logging.set_verbosity_error()
-    print("Error / bound, least and most over", len(seeds), "seeds and", len(SIZES), "sizes;")
-    print(f"above 1 is a mismatch. Scores have a standard deviation of {options.spread:g}.\n")
-    missed = 0
-    for kernel in ("sdpa", "eager"):
-        for dtype in DTYPES:
-            print(kernel, str(dtype).removeprefix("torch."))
-            for mutant in (unchanged, *MUTANTS):
-                runs = [
-                    report(mutant, size, kernel, dtype, seed, options.spread)
-                    for size in SIZES
-                    for seed in seeds
-                ]
-                ratios = [beyond(run) for run in runs]
-                wrong = sum(run.passed != (mutant is unchanged) for run in runs)
-                missed += wrong
-                print(
-                    f"  {mutant.__name__:22} {min(ratios):10.3g} {max(ratios):10.3g}"
-                    + (f"   {wrong} of {len(runs)} judged wrongly" if wrong else "")
-                )
-    return 1 if missed else 0
+    table = []
+    for line in lines([kind for kind in KINDS if kind.type in wanted], range(options.seeds)):
+        table.append(line)
+        if line.mutant is UNCHANGED:
+            print(line.kind.name, file=sys.stderr, flush=True)
+    seeds = f"{options.seeds} seeds" if options.seeds > 1 else "one seed"
+    if options.markdown:
+        options.markdown.write_text(page(table, seeds), encoding="utf-8")
+    else:
+        parts = [text(DETAIL, detail(table)), text(SUMMARY, summary(table))]
+        print(*parts, LEGEND.format(seeds=seeds), sep="\n\n")
+    wrong = [line for line in table if line.wrong]
+    for line in wrong:
+        print(f"JUDGED WRONGLY: {line.kind.name}: {line.mutant.name} ({line.mutant.place})")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

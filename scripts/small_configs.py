@@ -192,7 +192,14 @@ def small_config(kind: str, model_class: type[PreTrainedModel]) -> PreTrainedCon
 
 
 def small_model(
-    kind: str, model_class: type[PreTrainedModel], kernel: str, *, decoder: bool
+    kind: str,
+    model_class: type[PreTrainedModel],
+    kernel: str,
+    *,
+    decoder: bool,
+    seed: int = 0,
+    spread: float = 4.0,
+    **changes: Any,
 ) -> PreTrainedModel:
     """A small random model of a type, in eval mode.
 
@@ -202,24 +209,30 @@ def small_model(
         kernel: transformers' name of the attention kernel.
         decoder: whether a model that can be both is to be a decoder, which BERT and its like are
             not by default, whatever their class.
+        seed: of the random weights.
+        spread: about the standard deviation of the scores, where nothing but 1/√d_k scales them.
+        changes: fields of the config that are to be otherwise.
 
     Raises:
         ValueError: from transformers, if the model has no such kernel.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = small_config(kind, model_class)
     if decoder and hasattr(config, "is_decoder"):
         config.is_decoder = True
+    for name, value in changes.items():
+        setattr(config, name, value)
     model = model_class._from_config(config, attn_implementation=kernel).eval()
     with torch.no_grad():
         for module in model.modules():
             for name, weight in module.named_parameters(recurse=False):
-                _draw(module, name, weight)
+                _draw(module, name, weight, spread**0.5)
     return model
 
 
-def _draw(module: nn.Module, name: str, weight: nn.Parameter) -> None:
-    """Draw a weight anew, so that what goes in with 1 comes out with 2: scores of about 4.
+def _draw(module: nn.Module, name: str, weight: nn.Parameter, gain: float) -> None:
+    """Draw a weight anew, so that what goes in with 1 comes out with the gain: scores of about its
+    square.
 
     Vectors stay as they are, but for those of zeros that are no biases: a factor, or a sink, of 0
     would hide whatever it is put on.
@@ -232,7 +245,7 @@ def _draw(module: nn.Module, name: str, weight: nn.Parameter) -> None:
     elif weight.numel() and name != "A_log":  # of a state space: its decay
         convolves = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
         inputs = weight[0].numel() if convolves else weight.shape[-1]
-        weight.normal_(std=2 * inputs**-0.5)
+        weight.normal_(std=gain * inputs**-0.5)
 
 
 def _default(cls: type[PreTrainedConfig]) -> PreTrainedConfig:

@@ -360,15 +360,6 @@ def test_a_scale_is_rounded_twice():
 # Mutants: each must be found in every dtype, and in the right layer.
 
 
-def before_rotary(model, monkeypatch):
-    real = modeling_llama.apply_rotary_pos_emb
-    monkeypatch.setattr(
-        modeling_llama,
-        "apply_rotary_pos_emb",
-        lambda q, k, cos, sin: (q, real(q, k, cos, sin)[1]),
-    )
-
-
 def wrong_pairs(model, monkeypatch):
     monkeypatch.setattr(modeling_llama, "rotate_half", modeling_cohere.rotate_half)
 
@@ -449,7 +440,6 @@ def scaled_twice(model, monkeypatch):
 
 
 MUTANTS = [
-    ("llama", before_rotary, "projection"),
     ("llama", wrong_pairs, "projection"),
     ("llama", wrong_theta, "projection"),
     ("llama", one_position_on, "projection"),
@@ -484,7 +474,7 @@ def test_mutants_are_found(monkeypatch, kind, mutant, check, dtype):
     wrong = frame[frame.verdict == "mismatch"]
     assert set(wrong.check) == {check}
     everywhere = mutant.__name__ in (
-        *("before_rotary", "wrong_pairs", "wrong_theta", "one_position_on", "turned_backwards"),
+        *("wrong_pairs", "wrong_theta", "one_position_on", "turned_backwards"),
     )
     assert set(wrong.layer) == ({0, 1} if everywhere else {1})
     assert wrong.ratio.max() > 1.3
