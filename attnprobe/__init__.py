@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnprobe.attribution import LogitContributions, logit_contributions
     from attnprobe.capturing import capture
     from attnprobe.errors import AttnprobeError, InputError, ModelError, NonFiniteError
     from attnprobe.heads import head_stats
@@ -31,6 +32,7 @@ __all__ = [
     "Capture",
     "InputError",
     "LanguageModel",
+    "LogitContributions",
     "ModelError",
     "NonFiniteError",
     "VerificationReport",
@@ -45,6 +47,7 @@ __all__ = [
     "heatmap",
     "heatmap_grid",
     "load",
+    "logit_contributions",
     "model_view",
     "neuron_view",
     "probe",
@@ -60,6 +63,7 @@ __all__ = [
 
 # No module may have the name of something in it: importing it would put it where that belongs.
 _HOMES = {
+    "attribution": ("LogitContributions", "logit_contributions"),
     "errors": ("AttnprobeError", "InputError", "ModelError", "NonFiniteError"),
     "capturing": ("capture",),
     "heads": ("head_stats",),
