@@ -75,10 +75,11 @@ class LogitContributions:
             f"{len(self.frame)} parts add up to {self.total:.6g}, the model's own is "
             f"{self.logit_model:.6g}: error {self.error:.1e}, bound {self.bound:.1e}"
         )
-        if self.verified:
-            return f"VERIFIED: {sums}"
         worst = max(self.checks, key=lambda row: row.ratio)
         layer = "" if worst.layer is None else f" in layer {worst.layer}"
+        if self.verified:
+            stands = f"{ratio_text(worst.ratio)} ({worst.check}{layer})"
+            return f"VERIFIED: {sums}; each step is within its own, the worst at {stands}"
         return (
             f"MISMATCH: these are not what the model added: {worst.check}{layer}, error "
             f"{worst.error:.1e}, bound {worst.bound:.1e} ({ratio_text(worst.ratio)}); {sums}"

@@ -64,7 +64,7 @@ def stream_of(cap: Capture) -> Stream:
     if stream is None or not kind.__module__.startswith("transformers."):
         raise ModelError(
             f"how {kind.__name__} makes its logits of what its layers add is not known here: known "
-            f"are {', '.join(STREAMS)}"
+            f"are {', '.join(STREAMS)}. Take a wrapper off first (peft's merge_and_unload)"
         )
     return stream
 
@@ -95,7 +95,8 @@ class FinalNorm:
         ):
             kind = type(module).__name__
             raise ModelError(
-                f"{name} is a {kind}, with weights in memory expected: LayerNorm or RMSNorm"
+                f"the logits cannot be taken apart: {name} is a {kind}; expected is a LayerNorm or "
+                "RMSNorm whose weights are in memory"
             )
         bias = getattr(module, "bias", None)
         return cls(

@@ -494,7 +494,7 @@ def hooks_of(model):
     return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules())
 
 
-@pytest.mark.parametrize("kind", ["gemma", "gemma2", "opt", "cohere", "bert"])
+@pytest.mark.parametrize("kind", ["gemma", "gemma2", "gemma3_text", "opt", "cohere", "bert"])
 def test_other_models_are_refused_by_name(kind):
     cap = ap.capture(small(kind), IDS)
     with pytest.raises(
@@ -536,7 +536,11 @@ class Adapted(nn.Linear):
             lambda old: Adapted(60, 60),
             "heads of layer 1 .*Adapted",
         ),
-        ("model.norm", lambda old: nn.Identity(), "model.norm is a Identity"),
+        (
+            "model.norm",
+            lambda old: nn.Identity(),
+            "model.norm is a Identity; expected is a LayerNorm or",
+        ),
     ],
 )
 def test_layers_that_are_no_plain_ones_are_refused(name, make, message):
