@@ -226,27 +226,19 @@ def test_a_model_has_the_parts_that_it_has(kind, extra):
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3", "gpt_neox"])
 def test_heads_and_bias_are_what_the_attention_adds(kind):
     model = sharp(kind, torch.float64)
-    cap = ap.capture(model, IDS)
-    frame = ap.logit_contributions(cap, 42).frame
     final = model.get_submodule(STREAMS[type(model).__name__].norm)
-    with torch.no_grad():
-        states = model(torch.tensor([IDS]), output_hidden_states=True).hidden_states
-        last = cap.calls[1].attention_output[0, -1]
-        row = model.lm_head.weight[42].clone()
-        # In the last layer, what the logit loses without it where the norm's root stays as it is.
-        seen = []
-        hook = final.register_forward_pre_hook(lambda _, args: seen.append(args[0][0, -1]))
-        model(torch.tensor([IDS]))
-        hook.remove()
-        x = seen[0]
-        centred = x - x.mean() if isinstance(final, nn.LayerNorm) else x
-        eps = final.eps if isinstance(final, nn.LayerNorm) else final.variance_epsilon
-        root = (centred.square().mean() + eps).sqrt()
-        part = last - last.mean() if isinstance(final, nn.LayerNorm) else last
-        want = (row * final.weight * part / root).sum().item()
-    assert len(states) == 3
+    given = []
+    with final.register_forward_pre_hook(lambda _, args: given.append(args[0][0, -1].detach())):
+        cap = ap.capture(model, IDS)
+    added = cap.calls[1].attention_output[0, -1]
+    centred = [x - x.mean() if isinstance(final, nn.LayerNorm) else x for x in (*given, added)]
+    eps = final.eps if isinstance(final, nn.LayerNorm) else final.variance_epsilon
+    root = (centred[0].square().mean() + eps).sqrt()
+    want = (model.lm_head.weight[42] * final.weight * centred[1] / root).sum().item()
+    frame = ap.logit_contributions(cap, 42).frame
     own = frame[(frame["layer"] == 1) & frame["part"].isin(["head", "attention bias"])]
-    assert own["contribution"].sum() == pytest.approx(want, abs=1e-6 if kind == "qwen3" else 1e-11)
+    assert own["contribution"].sum() == pytest.approx(want, abs=1e-11)
+    assert abs(want) > 1e-5  # a million times the tolerance
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -155,19 +155,21 @@ def test_smollm2_has_a_previous_token_head_and_an_induction_head(smollm2):
 
 
 def test_what_makes_smollm2_say_paris(smollm2):
-    found = ap.logit_contributions(
-        ap.capture(smollm2, "The capital of France is"), "Paris", "London"
-    )
+    cap = ap.capture(smollm2, "The capital of France is")
+    found = ap.logit_contributions(cap, "Paris", against="London")
     print(found)
     assert found.verified
     assert found.total == pytest.approx(found.logit_model, abs=1e-4)
     assert found.logit_model > 2  # it says Paris
     assert len(found.frame) == 1 + 30 * (9 + 1)  # no position, no biases
-    # One head brings most of it: it looks at France, whose capital the last tokens ask for.
+    # One head brings most of it, and looks at France.
     strongest = found.top(1).iloc[0]
     assert (strongest["part"], strongest["layer"], strongest["head"]) == ("head", 23, 4)
     assert strongest["contribution"] > 2
     assert found.top(2)["contribution"].abs().iloc[1] < strongest["contribution"] / 2
+    seen = ap.attended(cap, "is", layer=23, head=4, top=1).iloc[0]
+    assert seen["key"] == "France"
+    assert seen["weight"] > 0.8
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
