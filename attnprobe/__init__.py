@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnprobe.attribution import LogitContributions, logit_contributions
     from attnprobe.capturing import capture
     from attnprobe.editing import edit
     from attnprobe.errors import AttnprobeError, InputError, ModelError, NonFiniteError
@@ -32,6 +33,7 @@ __all__ = [
     "Capture",
     "InputError",
     "LanguageModel",
+    "LogitContributions",
     "ModelError",
     "NonFiniteError",
     "VerificationReport",
@@ -47,6 +49,7 @@ __all__ = [
     "heatmap",
     "heatmap_grid",
     "load",
+    "logit_contributions",
     "model_view",
     "neuron_view",
     "probe",
@@ -62,6 +65,7 @@ __all__ = [
 
 # No module may have the name of something in it: importing it would put it where that belongs.
 _HOMES = {
+    "attribution": ("LogitContributions", "logit_contributions"),
     "errors": ("AttnprobeError", "InputError", "ModelError", "NonFiniteError"),
     "capturing": ("capture",),
     "editing": ("edit",),

@@ -98,7 +98,7 @@ def merged(call: AttentionCall) -> Bounded | str:
     if call.head_output_model is None or call.attention_output is None:
         return "the attention module's output was not seen"
     heads = call.head_output_model.flatten(-2)  # (B, T, H·Dv): heads side by side
-    weight, bias = _weight_and_bias(_output_layer(call, found[0]))
+    weight, bias = weight_and_bias(_output_layer(call, found[0]))
     shape = (*heads.shape[:-1], weight.shape[1])
     if call.attention_output.shape != shape:
         return f"the module's output has shape {tuple(call.attention_output.shape)}, W_O's {shape}"
@@ -150,16 +150,29 @@ def value_norms(call: AttentionCall, heads: list[int], value: Tensor) -> Tensor 
     Returns:
         The lengths; or, as text, why W_O is not known.
     """
+    found = output_weights(call)
+    if isinstance(found, str):
+        return found
+    by_head = found[0][heads].double()  # (h, Dv, E)
+    norms: Tensor = (value.double() @ by_head).norm(dim=-1)  # (h, S)
+    return norms
+
+
+def output_weights(call: AttentionCall) -> tuple[Tensor, Tensor | None] | str:
+    """W_O by head, (H, Dv, E), and b, (E,), or None, in the model's dtype: what an attention
+    module puts out is the sum over its heads of head output · W_O, plus b.
+
+    Returns:
+        W_O and b; or, as text, why they are not known.
+    """
     found = _found(call)
     if isinstance(found, str):
         return found
     layout, family = found
     if not family.known:
         return f"what {type(call.module).__name__} does between its heads and W_O is not known"
-    weight, _ = _weight_and_bias(_output_layer(call, layout))  # (H·Dv, E)
-    by_head = weight.reshape(call.heads, -1, weight.shape[-1])[heads].double()  # (h, Dv, E)
-    norms: Tensor = (value.double() @ by_head).norm(dim=-1)  # (h, S)
-    return norms
+    weight, bias = weight_and_bias(_output_layer(call, layout))  # (H·Dv, E)
+    return weight.reshape(call.heads, -1, weight.shape[-1]), bias
 
 
 def _found(call: AttentionCall) -> tuple[Layout, Family] | str:
@@ -175,11 +188,11 @@ def _found(call: AttentionCall) -> tuple[Layout, Family] | str:
         part, rows = _rows(call, layout, name)
         sizes[part] = max(sizes.get(part, 0), int(rows.max()) + 1)
     for part, size in sizes.items():
-        reason = _unlike(f"{call.name}.{part}", getattr(call.module, part), out=size)
+        reason = unlike(f"{call.name}.{part}", getattr(call.module, part), out=size)
         if reason:
             return reason
     heads = call.heads * call.value.shape[-1]
-    reason = _unlike(f"{call.name}'s {layout.output}", _output_layer(call, layout), into=heads)
+    reason = unlike(f"{call.name}'s {layout.output}", _output_layer(call, layout), into=heads)
     family = FAMILIES.get(kind) or _supposed(call.module)
     return reason or _unknown_norm(call, family) or (layout, family)
 
@@ -191,7 +204,7 @@ def _supposed(module: nn.Module) -> Family:
     return Family("halves" if rotates else None, "weight" if has_norm else None, known=False)
 
 
-def _unlike(name: str, layer: nn.Module, into: int | None = None, out: int | None = None) -> str:
+def unlike(name: str, layer: nn.Module, into: int | None = None, out: int | None = None) -> str:
     """Why a layer is not known to make `out` numbers of `into` by x·W + b; "" if it is.
 
     An adapter or a quantised layer may be called Linear as well, so its very class is compared.
@@ -204,7 +217,7 @@ def _unlike(name: str, layer: nn.Module, into: int | None = None, out: int | Non
         return f"the weight of {name} is packed, or not in memory"
     if not weight.is_floating_point():
         return f"the weight of {name} is packed as {weight.dtype}"
-    found = tuple(_weight_and_bias(layer)[0].shape)
+    found = tuple(weight_and_bias(layer)[0].shape)
     if found != (into or found[0], out or found[1]):
         return f"{name} makes {found[1]} numbers of {found[0]}, unlike the heads: {into or out}"
     return ""
@@ -248,7 +261,7 @@ def _rows(call: AttentionCall, layout: Layout, name: str) -> tuple[str, Tensor]:
 def _split_linear(call: AttentionCall, layout: Layout, name: str, x: Tensor) -> Bounded:
     """X·W + b of query, key or value, head by head, (B, heads, T, D)."""
     part, rows = _rows(call, layout, name)
-    weight, bias = _weight_and_bias(getattr(call.module, part))
+    weight, bias = weight_and_bias(getattr(call.module, part))
     own = rows.flatten().to(weight.device)
     bias = None if bias is None else bias[own]
     y, bound = linear(x, weight[:, own], bias, call.rounding)  # (B, T, heads·D)
@@ -261,7 +274,7 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
     return x.view(batch, tokens, heads, -1).transpose(1, 2)
 
 
-def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
+def weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
     """A layer's W, (in, out), and b, (out,), or None; x·W + b is what it gives."""
     weight: Tensor = layer.weight.detach()
     bias = None if layer.bias is None else layer.bias.detach()

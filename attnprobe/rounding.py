@@ -266,6 +266,42 @@ def rms_norm(x: Bounded, weight: Tensor, eps: float, rounding: Arithmetic) -> Bo
         eps: what keeps the root from 0.
         rounding: of the model's dtype.
     """
+    normed, error = _over_root(x, eps, unit_roundoff(torch.float32))
+    normed, error = normed * weight, error * weight.abs()
+    stored = gamma(2, rounding.storage) * (normed.abs() + error)
+    return normed, error + stored + rounding.tiny * (1 + weight.abs())
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rounding: Arithmetic
+) -> Bounded:
+    """(x - mean) / √(variance + eps) · weight + bias, and the bound on a kernel's error in it.
+
+    Ba, Kiros & Hinton 2016, *Layer Normalization*: the RMS norm of x - mean, computed in the
+    accumulator. A kernel's mean is right to γ(D)·mean|x|, and it may subtract it before or after it
+    divides: each number of x - mean is off by at most γ(D + 8)·(|x| + mean|x|). That moves the root
+    by no less than summing the variance on the way (Welford) does, which is right to γ(D)·√(mean of
+    x²) / √variance, relative (Chan, Golub & LeVeque 1983, *Algorithms for Computing the Sample
+    Variance*).
+
+    Args:
+        x: (..., D) float64, as the model stored it.
+        weight: (D,) float64.
+        bias: (D,) float64, or None.
+        eps: what keeps the root from 0.
+        rounding: of the model's dtype.
+    """
+    u = rounding.accumulate + unit_roundoff(torch.float64)
+    off = gamma(x.shape[-1] + 8, u) * (x.abs() + x.abs().mean(-1, keepdim=True))
+    normed, error = _over_root((x - x.mean(-1, keepdim=True), off), eps, u)
+    bias = torch.zeros_like(weight) if bias is None else bias
+    y, error = normed * weight + bias, error * weight.abs()
+    error = error + gamma(2, u) * ((normed * weight).abs() + bias.abs() + error)
+    return y, error + rounding.storage * (y.abs() + error) + rounding.tiny * (1 + weight.abs())
+
+
+def _over_root(x: Bounded, eps: float, unit: float) -> Bounded:
+    """x / √(mean of x² + eps), computed with a unit roundoff; see `rms_norm`."""
     y, off = x
     size = y.shape[-1]
     root = (y.square().mean(-1, keepdim=True) + eps).sqrt()  # (..., 1)
@@ -273,10 +309,8 @@ def rms_norm(x: Bounded, weight: Tensor, eps: float, rounding: Arithmetic) -> Bo
     least = (root - moved).clamp(min=math.sqrt(eps))
     normed = y / root
     error = off / least + normed.abs() * moved / least
-    error = error + gamma(size + 12, unit_roundoff(torch.float32)) * (normed.abs() + error)
-    normed, error = normed * weight, error * weight.abs()
-    stored = gamma(2, rounding.storage) * (normed.abs() + error)
-    return normed, error + stored + rounding.tiny * (1 + weight.abs())
+    error = error + gamma(size + 12, unit) * (normed.abs() + error)
+    return normed, error
 
 
 def by_key_head(left: Tensor, right: Tensor) -> Tensor:

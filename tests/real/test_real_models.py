@@ -154,6 +154,43 @@ def test_smollm2_has_a_previous_token_head_and_an_induction_head(smollm2):
     assert repeated["induction"].max() > 0.9
 
 
+def test_what_makes_smollm2_say_paris(smollm2):
+    cap = ap.capture(smollm2, "The capital of France is")
+    found = ap.logit_contributions(cap, "Paris", against="London")
+    print(found)
+    assert found.verified
+    assert found.total == pytest.approx(found.logit_model, abs=1e-4)
+    assert found.logit_model > 2  # it says Paris
+    assert len(found.frame) == 1 + 30 * (9 + 1)  # no position, no biases
+    # One head brings most of it, and looks at France.
+    strongest = found.top(1).iloc[0]
+    assert (strongest["part"], strongest["layer"], strongest["head"]) == ("head", 23, 4)
+    assert strongest["contribution"] > 2
+    assert found.top(2)["contribution"].abs().iloc[1] < strongest["contribution"] / 2
+    seen = ap.attended(cap, "is", layer=23, head=4, top=1).iloc[0]
+    assert seen["key"] == "France"
+    assert seen["weight"] > 0.8
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_smollm2s_parts_add_up_in_half_precision(smollm2, dtype):
+    model = copy.deepcopy(smollm2.model).to(dtype)
+    found = ap.logit_contributions(ap.capture((model, smollm2.tokenizer), TEXTS), "there", text=1)
+    print(found.summary)
+    assert found.verified
+
+
+def test_gpt2_smalls_size_adds_up_and_a_lost_bias_shows(gpt2_sized):
+    model = copy.deepcopy(gpt2_sized.model)
+    layer = model.transformer.h[7].attn.c_proj
+    torch.nn.init.normal_(layer.bias, std=0.02)
+    lm = (model, gpt2_sized.tokenizer)
+    assert ap.logit_contributions(ap.capture(lm, TEXTS[0]), "park").verified
+    layer.register_forward_hook(lambda _, args, output: output - layer.bias)
+    found = ap.logit_contributions(ap.capture(lm, TEXTS[0]), "park")
+    assert [(row.check, row.layer) for row in found.checks if row.ratio > 1] == [("merge", 7)]
+
+
 KINDS_OF_TEXT = {
     "code": "def add(a, b):\n    return a + b\n\nprint(add(2, 3))  # 5\n",
     "Chinese": "孩子們正在綠色的公園裡玩耍，後來下起雨來。",
