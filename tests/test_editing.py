@@ -262,9 +262,8 @@ def test_everything_patched_is_the_other_text(gpt2):
 def test_positions_are_counted_from_each_texts_first_token(gpt2, side):
     model = gpt2()
     texts = [IDS, IDS[:6]]
-    other = ap.capture(
-        model, [OTHER[:7], OTHER], padding_side="right" if side == "left" else "left"
-    )
+    opposite = {"left": "right", "right": "left"}[side]
+    other = ap.capture(model, [OTHER[:7], OTHER], padding_side=opposite)
     patch = {"head_output": other, "positions": [2, 5, 8], "layers": [1]}
     for change in ({"drop": [1]}, {"weights": "previous"}, {"weights": "first"}, patch):
         with ap.edit(model, **change):
@@ -375,6 +374,10 @@ def test_a_part_of_an_encoder_decoder():
         call = cap.cross.call(1)
         first = call.value[:, :, 0].expand(7, -1, -1, -1).permute(1, 0, 2, 3)  # (B, T, H, Dv)
         assert torch.equal(call.head_output_model, first) == ("weights" in change)
+    for change in ({"window": 1}, {"mask": "none"}):  # of words among themselves
+        with ap.edit(model, part="cross", **change):
+            assert_close(ap.capture(model, IDS, target=OTHER[:7]).output, plain.output)
+            model.generate(torch.tensor([IDS]), max_new_tokens=3, do_sample=False)
 
 
 def test_half_precision_is_rounded_once(gpt2):
