@@ -36,6 +36,9 @@ def _projection(call: AttentionCall) -> list[Row]:
         # A cache's keys stand before this forward's own, and a static cache's room behind them.
         first = 0 if name == "query" else call.first_key
         got = getattr(call, name)[:, :, first : first + want.shape[2]]
+        if got.shape[1] > want.shape[1]:  # the model repeats its key heads before the kernel
+            served = got.shape[1] // want.shape[1]
+            want, bound = (one.repeat_interleave(served, 1) for one in (want, bound))
         if got.shape != want.shape:
             reason = f"this forward's own {name} is not found among {getattr(call, name).shape[2]}"
             return [Row("projection", call.layer, None, reason=reason)]

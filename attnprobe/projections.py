@@ -60,6 +60,8 @@ FAMILIES = {
 def projected(call: AttentionCall) -> dict[str, Bounded] | str:
     """What query, key and value should be, each (B, H or Hkv, T, D); or why that is not known.
 
+    Where a model repeats its key heads before the kernel, they are the heads before that.
+
     X·W + b, its norm, its rotary positions and its scale, as far as the family has them. Key and
     value are those of this forward's own T tokens, not what a cache adds before them.
     """
@@ -243,19 +245,26 @@ def _unknown_norm(call: AttentionCall, family: Family) -> str:
 
 def _rows(call: AttentionCall, layout: Layout, name: str) -> tuple[str, Tensor]:
     """The layer that gives query, key or value, and which of its outputs, (heads, D) int64."""
-    shapes = [getattr(call, part).shape for part in PARTS]
-    sizes = [shape[1] * shape[3] for shape in shapes]
+    sizes = [(_own_heads(call, part), getattr(call, part).shape[3]) for part in PARTS]
     at = PARTS.index(name)
-    heads, size = shapes[at][1], shapes[at][3]
+    heads, size = sizes[at]
     if layout.by_head:
-        first = torch.arange(heads)[:, None] * sum(shape[3] for shape in shapes)
-        first = first + sum(shape[3] for shape in shapes[:at])
+        first = torch.arange(heads)[:, None] * sum(size for _, size in sizes)
+        first = first + sum(size for _, size in sizes[:at])
     else:
         first = torch.arange(heads)[:, None] * size
         if len(layout.inputs) == 1:
-            first = first + sum(sizes[:at])
+            first = first + sum(heads * size for heads, size in sizes[:at])
     part = layout.inputs[0] if len(layout.inputs) == 1 else layout.inputs[at]
     return part, first + torch.arange(size)  # (heads, D)
+
+
+def _own_heads(call: AttentionCall, name: str) -> int:
+    """How many heads of query, key or value the layers make: fewer than the kernel gets where a
+    model repeats its key heads before."""
+    seen: int = getattr(call, name).shape[1]
+    told = getattr(getattr(call.module, "config", None), "num_key_value_heads", None)
+    return seen if name == "query" or not isinstance(told, int) else min(seen, told)
 
 
 def _split_linear(call: AttentionCall, layout: Layout, name: str, x: Tensor) -> Bounded:

@@ -773,3 +773,25 @@ def test_the_coarsest_frequencies_of_a_model_count():
     ):
         one.register_buffer(name, torch.ones(3, dtype=dtype))
     assert facts.frequency_dtype(model) == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("order", "verdict"), [([0, 0, 1, 1, 2, 2], "verified"), ([0, 1, 2, 0, 1, 2], "mismatch")]
+)
+def test_key_heads_that_a_model_repeats_before_the_kernel(order, verdict):
+    model = small("llama")
+    for number in (0, 1):
+        module = attention(model, number)
+        module.num_key_value_groups = 1
+        for layer in (module.k_proj, module.v_proj):
+            real = layer.forward
+            layer.forward = lambda x, real=real: (
+                real(x).unflatten(-1, (3, 10))[..., order, :].flatten(-2)
+            )
+    cap = ap.capture(model, TEXTS)
+    assert cap.calls[0].key.shape[1] == 6
+    report = ap.verify(cap, ["projection", "output"])
+    frame = report.to_frame()
+    assert report.verdict == verdict
+    assert set(frame[frame.check == "projection"].verdict) <= {"verified", verdict}
+    assert set(frame[frame.verdict == "mismatch"].layer) in (set(), {0, 1})
