@@ -56,11 +56,13 @@ def _settled(rows: list[Row], call: AttentionCall) -> list[Row]:
 def _mask(call: AttentionCall) -> list[Row]:
     """M rebuilt from facts against what the kernel went by: the mask passed, or its own causality.
 
-    The error is 1 if any entry differs, else 0: there is nothing to round in a mask.
+    The error is 1 if any entry differs, else 0: there is nothing to round in a mask. Where M is
+    taken as it was passed, an error says that it is another than the rule's.
     """
     basis = basis_of(call)
     if basis.taken:
-        return [Row("mask", call.layer, None, reason=basis.taken)]
+        differs = call.expected_mask is not None and basis.mask_difference
+        return [Row("mask", call.layer, None, 1.0 if differs else math.nan, reason=basis.taken)]
     reason = basis.mask_difference
     return [Row("mask", call.layer, None, float(bool(reason)), 0.0, reason)]
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
-from transformers import Cache
+from transformers import Cache, QuantizedCache
 
 from attnprobe import facts
 from attnprobe.following import Following
 from attnprobe.inspecting import arguments_of, asks_for_kernel, computes_softmax, forward_of
 from attnprobe.known import KNOWN_TYPES
 from attnprobe.layouts import layout_of
-from attnprobe.records import AttentionCall, UnseenAttention
+from attnprobe.records import AttentionCall, Cached, Kind, UnseenAttention, part_of, writes
 from attnprobe.rounding import operand_unit
 from attnprobe.terms import Terms
 
-Kind = Literal["self", "cross"]
 KernelOutput = tuple[Tensor, Tensor | None]
 Handler = Callable[[AttentionCall, Callable[[], KernelOutput]], KernelOutput]
 """Gets a call's inputs and a function that runs the kernel; returns what a kernel returns: the
@@ -65,6 +65,10 @@ class Interception:
     counts: dict[tuple[str, bool | None], int] = field(
         default_factory=dict
     )  # calls in this forward
+    caches: weakref.WeakKeyDictionary[Cache, int] = field(  # the number of each
+        default_factory=weakref.WeakKeyDictionary
+    )
+    caches_seen: int = 0
     step: int = -1
     frequency_dtype: torch.dtype = torch.float32
     encoder: str = ""  # how the names of an encoder-decoder's encoder's modules begin
@@ -113,7 +117,11 @@ class Interception:
         for name, module in self.model.named_modules():
             if module not in self.names and computes_softmax(type(module)):  # type: ignore[arg-type]
                 reason = "the model put it in place as it ran, which it will not do again"
-                self.unseen.append(UnseenAttention(self._count("self", module), name, reason))
+                self._note_unseen("self", module, name, reason)
+
+    def _note_unseen(self, kind: Kind, module: nn.Module, name: str, reason: str) -> None:
+        part = part_of(kind, self._in_encoder(module))
+        self.unseen.append(UnseenAttention(self._count(kind, module), name, reason, part))
 
     def enter_attention(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -128,8 +136,7 @@ class Interception:
         if entered.asks and not entered.asked:
             reason = "it asks transformers for no kernel"
         if reason and output is not None and not self.runs_again:  # None: an exception
-            layer = self._count(entered.kind, module)
-            self.unseen.append(UnseenAttention(layer, self.names[module], reason))
+            self._note_unseen(entered.kind, module, self.names[module], reason)
         if self.leave is not None and module not in self.apart.values():
             self.leave(module, output)
 
@@ -194,6 +201,17 @@ class Interception:
         name = self.names.get(module, "")  # empty for what the model put in place as it ran
         return name.startswith(self.encoder) if self.encoder else None
 
+    def _cached(self, cache: Cache, key: Tensor, value: Tensor) -> Cached:
+        """What is to be known of a call's cache for comparing what it gives back."""
+        if cache not in self.caches:
+            self.caches[cache] = self.caches_seen
+            self.caches_seen += 1
+        past = max((frame["past"] for frame in self.frames), default=0)
+        # Of an encoder-decoder's two caches, the decoder's own.
+        inner = getattr(cache, "self_attention_cache", cache)
+        approximate = isinstance(inner, QuantizedCache)
+        return Cached(self.caches[cache], past, approximate, writes(key, value))
+
     def record(self, kernel: str, module: nn.Module, arguments: dict[str, Any]) -> AttentionCall:
         """The call's inputs and facts, from what the kernel is about to be given."""
         entered = next((one for one in reversed(self.inside) if one.module is module), None)
@@ -228,6 +246,7 @@ class Interception:
             is_causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
             expected_mask=facts.mask_rule(module, config, index, kind, shape, self.frames),
             first_key=0 if kind == "cross" else facts.first_key(shape, self.frames),
+            cache=None if cached is None else self._cached(cached, key, value),
             in_encoder=self._in_encoder(module),
             step=max(self.step, 0),
             terms=Terms(

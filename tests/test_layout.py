@@ -36,6 +36,7 @@ ORDER = [
     "report",
     "basis",
     "checks",
+    "caches",
     "verification",
     "recompute",
     "looking",
