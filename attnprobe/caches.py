@@ -23,7 +23,7 @@ from attnprobe.report import Row
 _QUANTIZED = "a quantized cache gives back only about what it was given"
 _UNSEEN = "the forward before is not among these calls: what the cache held is taken as it is"
 _WRITTEN = "what holds the keys and values of the forward before was written into since"
-_NO_REACH = "how far this layer looks back is not known, and its cache holds no more of {} tokens"
+_NO_REACH = "{} tokens have left the cache, and how far this layer looks back is not known"
 
 
 def cache_rows(calls: Sequence[AttentionCall]) -> list[Row]:
@@ -112,7 +112,7 @@ def _continued(
         if rule is None or not call.facts_known:
             doubt = _NO_REACH.format(first)
         elif rule.window is None or first > max(cache.past - rule.window + 1, 0):
-            return _wrong(call, f"the cache holds no more of {first} tokens that are to be seen")
+            return _wrong(call, f"{first} tokens have left the cache, and some are still to be seen")
     return _Continued(call, before, slice(call.first_key), there, note, doubt)
 
 

@@ -69,6 +69,7 @@ class Interception:
         default_factory=weakref.WeakKeyDictionary
     )
     caches_seen: int = 0
+    prepared: list[tuple[Any, Tensor | None]] = field(default_factory=list)  # see `note_prepared`
     step: int = -1
     frequency_dtype: torch.dtype = torch.float32
     encoder: str = ""  # how the names of an encoder-decoder's encoder's modules begin
@@ -98,13 +99,35 @@ class Interception:
             self.counts = {}
             self.blocks = {}
             self.frequency_dtype = facts.frequency_dtype(self.model)
-        arguments = arguments_of(module, args, kwargs)
+        arguments = {
+            name: self._as_given(value)
+            for name, value in arguments_of(module, args, kwargs).items()
+        }
         caches = [value for value in arguments.values() if isinstance(value, Cache)]
         # Read now: once the layers have run, the cache holds this forward's tokens too.
         arguments["past"] = int(caches[0].get_seq_length()) if caches else 0
         config = getattr(module, "config", None)
         arguments["encoder_decoder"] = getattr(config, "is_encoder_decoder", False)
         self.frames.append(arguments)
+
+    def note_prepared(self, given: dict[str, Any], made: dict[str, Any]) -> None:
+        """`generate` has made a forward's arguments of what it was given.
+
+        For a cache of fixed size it makes a whole mask of a row of 0 and 1 for each text: the row
+        is what M can be rebuilt from.
+        """
+        self.prepared = [
+            (made[name], given.get(name))
+            for name in ("attention_mask", "decoder_attention_mask")
+            if _is_whole(made.get(name)) and not _is_whole(given.get(name))
+        ]
+
+    def _as_given(self, value: Any) -> Any:
+        """An argument of a model; of a mask that `generate` made, what it was made from."""
+        for made, given in self.prepared:
+            if value is made:
+                return None if given is None else _filled_up(given, made)
+        return value
 
     def leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """It returns, or an exception came first."""
@@ -269,6 +292,18 @@ class Interception:
 
 def _detached(given: Any) -> Tensor | None:
     return given.detach() if isinstance(given, Tensor) else None
+
+
+def _is_whole(mask: Any) -> bool:
+    """Whether a mask has rows for queries, by layer type or not."""
+    return isinstance(mask, dict | BlockMask) or (isinstance(mask, Tensor) and mask.dim() > 2)
+
+
+def _filled_up(rows: Tensor, whole: Any) -> Tensor:
+    """A row of 0 and 1 for each text, filled up with 0 for the room that a cache still has."""
+    masks = whole.values() if isinstance(whole, dict) else [whole]
+    keys = max((mask.shape[-1] for mask in masks if mask is not None), default=0)
+    return nn.functional.pad(rows, (0, max(keys - rows.shape[-1], 0)))
 
 
 def _unheld(arguments: dict[str, Any], device: torch.device) -> tuple[str, ...]:
