@@ -308,7 +308,8 @@ class Capture:
     def layers(self) -> int:
         """The number of self-attention layers, seen or not; of `cross`, of cross attention's."""
         cross = self.part == "cross"
-        return sum((one.part == "cross") == cross for one in (*self.calls, *self.unseen))
+        parts = [one.part for one in self.calls] + [one.part for one in self.unseen]
+        return sum((part == "cross") == cross for part in parts)
 
     @property
     def causal(self) -> bool:
