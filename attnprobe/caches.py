@@ -21,7 +21,6 @@ from torch import Tensor
 from attnprobe.records import AttentionCall, Cached, writes
 from attnprobe.report import Row
 
-_QUANTIZED = "a quantized cache gives back only about what it was given"
 _UNSEEN = "the forward before is not among these calls: what the cache held is taken as it is"
 _WRITTEN = "what holds the keys and values of the forward before was written into since"
 _NO_REACH = "{} tokens have left the cache, and how far this layer looks back is not known"
@@ -88,8 +87,8 @@ def _continued(
     `past` counts the tokens that went by, so each token has one position in both calls, though
     some have left the cache, or were taken back.
     """
-    if cache.approximate:
-        return _row(call, _QUANTIZED)
+    if cache.inexact:
+        return _row(call, cache.inexact)
     if before is None or before.cache is None:
         return _row(call, _UNSEEN)
     if call.kind == "cross":

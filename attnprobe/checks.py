@@ -46,8 +46,11 @@ def _projection(call: AttentionCall) -> list[Row]:
 
 
 def _settled(rows: list[Row], call: AttentionCall) -> list[Row]:
-    """The rows of `projection` or `merge`; of a class that is not known, none is a mismatch."""
+    """The rows of `projection` or `merge`; of a class that is not known, none is a mismatch, and
+    no projection that went through a cache that rounds it."""
     reason = unsure(call)
+    if rows[0].check == "projection" and call.cache is not None:
+        reason = reason or call.cache.inexact
     if reason and any(row.verdict == "mismatch" for row in rows):
         return [Row(rows[0].check, call.layer, None, reason=reason)]
     return rows

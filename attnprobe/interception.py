@@ -105,7 +105,7 @@ class Interception:
         }
         caches = [value for value in arguments.values() if isinstance(value, Cache)]
         # Read now: once the layers have run, the cache holds this forward's tokens too.
-        arguments["past"] = int(caches[0].get_seq_length()) if caches else 0
+        arguments["past"] = _gone_by(caches[0]) if caches else 0
         config = getattr(module, "config", None)
         arguments["encoder_decoder"] = getattr(config, "is_encoder_decoder", False)
         self.frames.append(arguments)
@@ -230,10 +230,7 @@ class Interception:
             self.caches[cache] = self.caches_seen
             self.caches_seen += 1
         past = max((frame["past"] for frame in self.frames), default=0)
-        # Of an encoder-decoder's two caches, the decoder's own.
-        inner = getattr(cache, "self_attention_cache", cache)
-        approximate = isinstance(inner, QuantizedCache)
-        return Cached(self.caches[cache], past, approximate, writes(key, value))
+        return Cached(self.caches[cache], past, _inexact(cache), writes(key, value))
 
     def record(self, kernel: str, module: nn.Module, arguments: dict[str, Any]) -> AttentionCall:
         """The call's inputs and facts, from what the kernel is about to be given."""
@@ -292,6 +289,23 @@ class Interception:
 
 def _detached(given: Any) -> Tensor | None:
     return given.detach() if isinstance(given, Tensor) else None
+
+
+def _gone_by(cache: Cache) -> int:
+    """How many tokens a cache was given so far; 0 of one that counts none, as Mamba's."""
+    return 0 if all(cache.is_linear) else int(cache.get_seq_length())
+
+
+def _inexact(cache: Cache) -> str:
+    """Why a cache is not known to give back what it was given; empty where it is."""
+    inner = getattr(cache, "self_attention_cache", cache)  # the decoder's, of an encoder-decoder
+    if isinstance(inner, QuantizedCache):
+        return "a quantized cache gives back only about what it was given"
+    for layer in inner.layers:
+        kind = type(layer)
+        if kind.__module__.startswith("transformers.models."):  # DeepSeek V4's compress
+            return f"what {kind.__name__}, a cache of this model's own, gives back is not known"
+    return ""
 
 
 def _is_whole(mask: Any) -> bool:

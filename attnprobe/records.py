@@ -68,8 +68,8 @@ class Cached:
     """Which of the caches that the probe saw."""
     past: int
     """How many tokens went by before this forward, those that have left the cache among them."""
-    approximate: bool
-    """Whether it is a quantized cache, which gives back only about what it was given."""
+    inexact: str
+    """Why it is not known to give back what it was given, bit for bit; empty where it is."""
     writes: int
     """What `writes` gave of the call's key and value."""
 
