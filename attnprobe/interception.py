@@ -69,7 +69,7 @@ class Interception:
         default_factory=weakref.WeakKeyDictionary
     )
     caches_seen: int = 0
-    prepared: list[tuple[Any, Tensor | None]] = field(default_factory=list)  # see `note_prepared`
+    prepared: dict[str, tuple[Any, Tensor]] = field(default_factory=dict)  # see `note_prepared`
     step: int = -1
     frequency_dtype: torch.dtype = torch.float32
     encoder: str = ""  # how the names of an encoder-decoder's encoder's modules begin
@@ -99,11 +99,9 @@ class Interception:
             self.counts = {}
             self.blocks = {}
             self.frequency_dtype = facts.frequency_dtype(self.model)
-        arguments = {
-            name: self._as_given(value)
-            for name, value in arguments_of(module, args, kwargs).items()
-        }
+        arguments = arguments_of(module, args, kwargs)
         caches = [value for value in arguments.values() if isinstance(value, Cache)]
+        arguments = self._as_given(arguments, caches[0] if caches else None)
         # Read now: once the layers have run, the cache holds this forward's tokens too.
         arguments["past"] = _gone_by(caches[0]) if caches else 0
         config = getattr(module, "config", None)
@@ -113,25 +111,33 @@ class Interception:
     def note_prepared(self, given: dict[str, Any], made: dict[str, Any]) -> None:
         """`generate` has made a forward's arguments of what it was given.
 
-        For a cache of fixed size it makes a whole mask of a row of 0 and 1 for each text: the row
-        is what M can be rebuilt from.
+        For a cache of fixed size it makes a whole mask of a row of 0 and 1 for each text, or none
+        where it finds nothing to mask: the row is what M can be rebuilt from.
         """
-        self.prepared = [
-            (made[name], given.get(name))
-            for name in ("attention_mask", "decoder_attention_mask")
-            if _is_whole(made.get(name)) and not _is_whole(given.get(name))
-        ]
+        names = ("attention_mask", "decoder_attention_mask")
+        self.prepared = {
+            name: (made.get(name), given[name])
+            for name in names
+            if not _is_rows(made.get(name)) and _is_rows(given.get(name))
+        }
 
-    def _as_given(self, value: Any) -> Any:
-        """An argument of a model; of a mask that `generate` made, what it was made from."""
-        for made, given in self.prepared:
-            if value is made:
-                return None if given is None else _filled_up(given, made)
-        return value
+    def _as_given(self, arguments: dict[str, Any], cache: Cache | None) -> dict[str, Any]:
+        """A model's arguments; of a mask that `generate` made, or left out, what it was given."""
+        found = dict(arguments)
+        fixed = cache is not None and cache.is_compileable
+        for name, (made, given) in self.prepared.items():
+            room = int(cache.get_max_length()) - given.shape[-1] if cache is not None else 0
+            filled = nn.functional.pad(given, (0, max(room, 0)))
+            if made is None and fixed and not self.frames and found.get(name) is None:
+                found[name] = filled
+            found |= {key: filled for key, value in arguments.items() if value is made is not None}
+        return found
 
     def leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """It returns, or an exception came first."""
         self.frames.pop()
+        if not self.frames:
+            self.prepared = {}
         if self.follows and not self.frames and output is not None:
             self._note_new_modules()
 
@@ -308,16 +314,9 @@ def _inexact(cache: Cache) -> str:
     return ""
 
 
-def _is_whole(mask: Any) -> bool:
-    """Whether a mask has rows for queries, by layer type or not."""
-    return isinstance(mask, dict | BlockMask) or (isinstance(mask, Tensor) and mask.dim() > 2)
-
-
-def _filled_up(rows: Tensor, whole: Any) -> Tensor:
-    """A row of 0 and 1 for each text, filled up with 0 for the room that a cache still has."""
-    masks = whole.values() if isinstance(whole, dict) else [whole]
-    keys = max((mask.shape[-1] for mask in masks if mask is not None), default=0)
-    return nn.functional.pad(rows, (0, max(keys - rows.shape[-1], 0)))
+def _is_rows(mask: Any) -> bool:
+    """Whether this is a row of 0 and 1 for each text."""
+    return isinstance(mask, Tensor) and mask.dim() == 2
 
 
 def _unheld(arguments: dict[str, Any], device: torch.device) -> tuple[str, ...]:

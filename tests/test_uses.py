@@ -110,15 +110,6 @@ def test_padding_that_generate_itself_forgets_is_found(monkeypatch, forgotten):
     assert report.verdict == ("mismatch" if lost else "verified")
 
 
-def test_a_whole_mask_that_generate_was_given_is_taken_as_it_is():
-    model = small("llama")
-    whole = torch.ones(2, 1, 7, 7).tril().bool()
-    model.generation_config.eos_token_id = None
-    with ap.probe(model) as calls:
-        model.generate(IDS, attention_mask=whole, max_new_tokens=1, pad_token_id=2)
-    assert verdicts(ap.verify(calls), "mask") == {"not_checked"}
-
-
 def test_generates_own_method_is_as_before_after_the_probes():
     model = small("gpt2")
     name = "prepare_inputs_for_generation"
