@@ -49,8 +49,11 @@ def _projection(call: AttentionCall) -> list[Row]:
 
 
 def _settled(rows: list[Row], call: AttentionCall) -> list[Row]:
-    """The rows of `projection` or `merge`; of a class that is not known, none is a mismatch."""
+    """The rows of `projection` or `merge`; of a class that is not known, none is a mismatch, and
+    no projection that went through a cache that rounds it."""
     reason = unsure(call)
+    if rows[0].check == "projection" and call.cache is not None:
+        reason = reason or call.cache.inexact
     if reason and any(row.verdict == "mismatch" for row in rows):
         return [Row(rows[0].check, call.layer, None, reason=reason)]
     return rows
@@ -59,11 +62,13 @@ def _settled(rows: list[Row], call: AttentionCall) -> list[Row]:
 def _mask(call: AttentionCall) -> list[Row]:
     """M rebuilt from facts against what the kernel went by: the mask passed, or its own causality.
 
-    The error is 1 if any entry differs, else 0: there is nothing to round in a mask.
+    The error is 1 if any entry differs, else 0: there is nothing to round in a mask. Where M is
+    taken as it was passed, an error says that it is another than the rule's.
     """
     basis = basis_of(call)
     if basis.taken:
-        return [Row("mask", call.layer, None, reason=basis.taken)]
+        differs = call.expected_mask is not None and basis.mask_difference
+        return [Row("mask", call.layer, None, 1.0 if differs else math.nan, reason=basis.taken)]
     reason = basis.mask_difference
     return [Row("mask", call.layer, None, float(bool(reason)), 0.0, reason)]
 

@@ -33,7 +33,10 @@ from attnprobe.options import (
     Open,
     Out,
     Page,
+    Part,
+    PartOption,
     Revision,
+    Target,
     Text,
 )
 from attnprobe.targets import (
@@ -78,6 +81,7 @@ def attnprobe(
 @app.command()
 def verify(
     text: Text = SENTENCE,
+    target: Target = None,
     model: Model = "bundled",
     dtype: Dtype = "float32",
     attn: Attn = None,
@@ -94,18 +98,18 @@ def verify(
     with exits():
         check_file(out)
         names = _checks(checks)
-        cap = _capture(text, model, revision, dtype, attn, device)
+        cap = _capture(text, target, model, revision, dtype, attn, device)
         from attnprobe import printing
         from attnprobe.verification import verify
 
         with progress() as show:
             report = verify(cap, names, progress=show)
         if out is not None:
-            printing.write(out, printing.report_page(report, text))
+            printing.write(out, printing.report_page(report, text, target))
         if as_json:
-            print(printing.report_json(report, text))
+            print(printing.report_json(report, text, target))
         else:
-            print(printing.report_text(report, text, terminal_width()))
+            print(printing.report_text(report, text, terminal_width(), target))
     raise typer.Exit(VERDICTS[report.verdict])
 
 
@@ -117,6 +121,8 @@ def table(
     by_word: ByWord = False,
     format: FormatOption = None,
     out: Out = None,
+    target: Target = None,
+    part: PartOption = None,
     model: Model = "bundled",
     dtype: Dtype = "float32",
     attn: Attn = None,
@@ -126,7 +132,7 @@ def table(
     """Show score and weight of every query and each key that it may attend to."""
     with exits():
         format = check_table(out, format)
-        cap = _capture(text, model, revision, dtype, attn, device)
+        cap = _part(_capture(text, target, model, revision, dtype, attn, device), part)
         from attnprobe.tables import table
 
         give_table(table(cap, layer, head, by="word" if by_word else "token"), format, out)
@@ -150,6 +156,8 @@ def words(
     reverse: Annotated[bool, typer.Option(help="Instead, the words that look at it.")] = False,
     format: FormatOption = None,
     out: Out = None,
+    target: Target = None,
+    part: PartOption = None,
     model: Model = "bundled",
     dtype: Dtype = "float32",
     attn: Attn = None,
@@ -163,7 +171,7 @@ def words(
         if reverse and skip_first:
             raise InputError("--skip-first does not go with --reverse")
         format = check_table(out, format)
-        cap = _capture(text, model, revision, dtype, attn, device)
+        cap = _part(_capture(text, target, model, revision, dtype, attn, device), part)
         from attnprobe.looking import attended, attended_by
 
         options: dict[str, Any] = {"top": top, "layer": layer, "head": head, "nth": nth}
@@ -183,6 +191,8 @@ def walk(
     text: Text = SENTENCE,
     nth: Annotated[int, typer.Option(help="Which of the word's occurrences, from 0.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write an HTML page instead.")] = None,
+    target: Target = None,
+    part: PartOption = None,
     model: Model = "bundled",
     dtype: Dtype = "float32",
     attn: Attn = None,
@@ -192,7 +202,7 @@ def walk(
     """Walk through the formula for one word in one head, step by step."""
     with exits():
         check_file(out)
-        cap = _capture(text, model, revision, dtype, attn, device)
+        cap = _part(_capture(text, target, model, revision, dtype, attn, device), part)
         from attnprobe import printing
         from attnprobe.walking import walkthrough
 
@@ -217,6 +227,8 @@ def view(
     ] = None,
     out: Page = None,
     look: Open = False,
+    target: Target = None,
+    part: PartOption = None,
     model: Model = "bundled",
     dtype: Dtype = "float32",
     attn: Attn = None,
@@ -241,7 +253,7 @@ def view(
             from attnprobe.views.messages import messages_in
 
             messages_in(lang)  # refused before a model is loaded in vain
-        cap = _capture(text, model, revision, dtype, attn, device)
+        cap = _part(_capture(text, target, model, revision, dtype, attn, device), part)
         suffix = chosen.suffixes[0] if out is None else out.suffix.lower()
         with warnings_as_notes():
             content = chosen.draw(cap, {"layer": None, "head": None} | given, suffix)
@@ -253,6 +265,8 @@ def report(
     text: Text = SENTENCE,
     out: Page = None,
     look: Open = False,
+    target: Target = None,
+    part: PartOption = None,
     model: Model = "bundled",
     dtype: Dtype = "float32",
     attn: Attn = None,
@@ -265,14 +279,15 @@ def report(
     """
     with exits():
         check_shown(out, look)
-        cap = _capture(text, model, revision, dtype, attn, device)
+        cap = _capture(text, target, model, revision, dtype, attn, device)
+        shown = _part(cap, part)
         from attnprobe.verification import verify
         from attnprobe.views.overview import report_view
 
         with progress() as show:
             verification = verify(cap, progress=show)
         with warnings_as_notes():
-            page = report_view(cap, verification)
+            page = report_view(shown, verification)
         give_shown(page.html, out, look, PAGE[0])
         print(verification.summary)
     raise typer.Exit(VERDICTS[verification.verdict])
@@ -313,10 +328,32 @@ def _checks(names: str | None) -> list[str] | None:
 
 
 def _capture(
-    text: str, model: str, revision: str | None, dtype: str, attn: str | None, device: str
+    text: str,
+    target: str | None,
+    model: str,
+    revision: str | None,
+    dtype: str,
+    attn: str | None,
+    device: str,
 ) -> Capture:
     from attnprobe.capturing import capture
     from attnprobe.models import load
 
     lm = load(model, revision=revision, dtype=dtype, attn=attn, device=device)
-    return capture(lm, text)
+    config = getattr(lm.model, "config", None)
+    if target is None and getattr(config, "is_encoder_decoder", False):
+        raise InputError(
+            f"{type(lm.model).__name__} is an encoder-decoder: give --target, the text that its "
+            "decoder is given"
+        )
+    return capture(lm, text, target=target)
+
+
+def _part(cap: Capture, part: Part | None) -> Capture:
+    """What is to be shown of a capture: of an encoder-decoder's, one part."""
+    if cap.target is not None:
+        shown: Capture = getattr(cap, part or Part.DECODER)
+        return shown
+    if part is not None:
+        raise InputError(f"--part {part} is for encoder-decoders, and this model is none")
+    return cap

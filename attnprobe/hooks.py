@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from attnprobe.errors import ModelError
@@ -35,7 +35,11 @@ from attnprobe.records import AttentionCall, Calls
 SEAM = ("module", "query", "key", "value", "attention_mask")
 """What every kernel is called with first, whatever it calls them itself."""
 
+_PREPARING = "prepare_inputs_for_generation"
+"""The method by which `generate` makes each forward's arguments."""
+
 _interceptions: list[Interception] = []
+_prepared_by: dict[nn.Module, Any] = {}  # what a model had in place of its class's method
 _lock = threading.Lock()
 _get_interface = AttentionInterface.get_interface
 _get_compiled_call = PreTrainedModel.get_compiled_call
@@ -156,6 +160,8 @@ def _intercept(interception: Interception) -> Iterator[None]:
             after = layer.register_forward_hook(interception.leave_output_layer)
             stack.callback(after.remove)
         with _lock:
+            for module in _generating(interception):
+                _watch_preparing(module)
             _interceptions.append(interception)
             # Replacements stand nearest to the kernel: a probe sees what they computed.
             _interceptions.sort(key=lambda one: not one.replaces)
@@ -166,9 +172,44 @@ def _intercept(interception: Interception) -> Iterator[None]:
         finally:
             with _lock:
                 _interceptions.remove(interception)
+                for module in _generating(interception):
+                    _unwatch_preparing(module)
                 if not _interceptions:
                     AttentionInterface.get_interface = _get_interface
                     PreTrainedModel.get_compiled_call = _get_compiled_call
+
+
+def _generating(interception: Interception) -> list[Any]:
+    """The models that can `generate` and that no other interception concerns."""
+    return [
+        module
+        for module in interception.names
+        if isinstance(module, GenerationMixin)
+        and not any(module in one.names for one in _interceptions)
+    ]
+
+
+def _watch_preparing(model: Any) -> None:
+    """See what `generate` makes of the mask it was given: the facts are in what it was given."""
+    prepare = getattr(model, _PREPARING)
+
+    @functools.wraps(prepare)
+    def watched_preparing(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = prepare(*args, **kwargs)
+        for one in _interceptions:
+            if model in one.names:
+                one.note_prepared(kwargs, inputs)
+        return inputs
+
+    _prepared_by[model] = vars(model).get(_PREPARING)
+    setattr(model, _PREPARING, watched_preparing)
+
+
+def _unwatch_preparing(model: Any) -> None:
+    own = _prepared_by.pop(model)
+    delattr(model, _PREPARING)
+    if own is not None:
+        setattr(model, _PREPARING, own)
 
 
 def _refuse_compiling(self: PreTrainedModel, compile_config: Any) -> Callable[..., Any]:

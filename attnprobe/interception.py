@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
-from transformers import Cache
+from transformers import Cache, QuantizedCache
 
 from attnprobe import facts
 from attnprobe.errors import ModelError
@@ -17,11 +18,10 @@ from attnprobe.following import Following
 from attnprobe.inspecting import arguments_of, asks_for_kernel, computes_softmax, forward_of
 from attnprobe.known import KNOWN_TYPES
 from attnprobe.layouts import layout_of
-from attnprobe.records import AttentionCall, UnseenAttention
+from attnprobe.records import AttentionCall, Cached, Kind, UnseenAttention, part_of, writes
 from attnprobe.rounding import operand_unit
 from attnprobe.terms import Terms
 
-Kind = Literal["self", "cross"]
 KernelOutput = tuple[Tensor, Tensor | None]
 Handler = Callable[[AttentionCall, Callable[[], KernelOutput]], KernelOutput]
 """Gets a call's inputs and a function that runs the kernel; returns what a kernel returns: the
@@ -67,6 +67,11 @@ class Interception:
     counts: dict[tuple[str, bool | None], int] = field(
         default_factory=dict
     )  # calls in this forward
+    caches: weakref.WeakKeyDictionary[Cache, int] = field(  # the number of each
+        default_factory=weakref.WeakKeyDictionary
+    )
+    caches_seen: int = 0
+    prepared: dict[str, tuple[Any, Tensor]] = field(default_factory=dict)  # see `note_prepared`
     step: int = -1
     frequency_dtype: torch.dtype = torch.float32
     encoder: str = ""  # how the names of an encoder-decoder's encoder's modules begin
@@ -98,15 +103,43 @@ class Interception:
             self.frequency_dtype = facts.frequency_dtype(self.model)
         arguments = arguments_of(module, args, kwargs)
         caches = [value for value in arguments.values() if isinstance(value, Cache)]
+        arguments = self._as_given(arguments, caches[0] if caches else None)
         # Read now: once the layers have run, the cache holds this forward's tokens too.
-        arguments["past"] = int(caches[0].get_seq_length()) if caches else 0
+        arguments["past"] = _gone_by(caches[0]) if caches else 0
         config = getattr(module, "config", None)
         arguments["encoder_decoder"] = getattr(config, "is_encoder_decoder", False)
         self.frames.append(arguments)
 
+    def note_prepared(self, given: dict[str, Any], made: dict[str, Any]) -> None:
+        """`generate` has made a forward's arguments of what it was given.
+
+        For a cache of fixed size it makes a whole mask of a row of 0 and 1 for each text, or none
+        where it finds nothing to mask: the row is what M can be rebuilt from.
+        """
+        names = ("attention_mask", "decoder_attention_mask")
+        self.prepared = {
+            name: (made.get(name), given[name])
+            for name in names
+            if not _is_rows(made.get(name)) and _is_rows(given.get(name))
+        }
+
+    def _as_given(self, arguments: dict[str, Any], cache: Cache | None) -> dict[str, Any]:
+        """A model's arguments; of a mask that `generate` made, or left out, what it was given."""
+        found = dict(arguments)
+        fixed = cache is not None and cache.is_compileable
+        for name, (made, given) in self.prepared.items():
+            room = int(cache.get_max_length()) - given.shape[-1] if cache is not None else 0
+            filled = nn.functional.pad(given, (0, max(room, 0)))
+            if made is None and fixed and not self.frames and found.get(name) is None:
+                found[name] = filled
+            found |= {key: filled for key, value in arguments.items() if value is made is not None}
+        return found
+
     def leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """It returns, or an exception came first."""
         self.frames.pop()
+        if not self.frames:
+            self.prepared = {}
         if self.follows and not self.frames and output is not None:
             self._note_new_modules()
 
@@ -115,7 +148,11 @@ class Interception:
         for name, module in self.model.named_modules():
             if module not in self.names and computes_softmax(type(module)):  # type: ignore[arg-type]
                 reason = "the model put it in place as it ran, which it will not do again"
-                self.unseen.append(UnseenAttention(self._count("self", module), name, reason))
+                self._note_unseen("self", module, name, reason)
+
+    def _note_unseen(self, kind: Kind, module: nn.Module, name: str, reason: str) -> None:
+        part = part_of(kind, self._in_encoder(module))
+        self.unseen.append(UnseenAttention(self._count(kind, module), name, reason, part))
 
     def enter_attention(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -130,8 +167,7 @@ class Interception:
         if entered.asks and not entered.asked:
             reason = "it asks transformers for no kernel"
         if reason and output is not None and not self.runs_again:  # None: an exception
-            layer = self._count(entered.kind, module)
-            self.unseen.append(UnseenAttention(layer, self.names[module], reason))
+            self._note_unseen(entered.kind, module, self.names[module], reason)
         if self.leave is not None and module not in self.apart.values():
             self.leave(module, output)
 
@@ -201,6 +237,13 @@ class Interception:
         name = self.names.get(module, "")  # empty for what the model put in place as it ran
         return name.startswith(self.encoder) if self.encoder else None
 
+    def _cached(self, cache: Cache, key: Tensor, value: Tensor) -> Cached:
+        """What is to be known of a call's cache for comparing what it gives back."""
+        if cache not in self.caches:
+            self.caches[cache] = self.caches_seen
+            self.caches_seen += 1
+        return Cached(self.caches[cache], facts.past(self.frames), _inexact(cache), writes(key, value))
+
     def record(self, kernel: str, module: nn.Module, arguments: dict[str, Any]) -> AttentionCall:
         """The call's inputs and facts, from what the kernel is about to be given."""
         entered = next((one for one in reversed(self.inside) if one.module is module), None)
@@ -235,7 +278,7 @@ class Interception:
             is_causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
             expected_mask=facts.mask_rule(module, config, index, kind, shape, self.frames),
             first_key=0 if kind == "cross" else facts.first_key(shape, self.frames),
-            past=facts.past(self.frames),
+            cache=None if cached is None else self._cached(cached, key, value),
             in_encoder=self._in_encoder(module),
             step=max(self.step, 0),
             terms=Terms(
@@ -258,6 +301,28 @@ class Interception:
 
 def _detached(given: Any) -> Tensor | None:
     return given.detach() if isinstance(given, Tensor) else None
+
+
+def _gone_by(cache: Cache) -> int:
+    """How many tokens a cache was given so far; 0 of one that counts none, as Mamba's."""
+    return 0 if all(cache.is_linear) else int(cache.get_seq_length())
+
+
+def _inexact(cache: Cache) -> str:
+    """Why a cache is not known to give back what it was given; empty where it is."""
+    inner = getattr(cache, "self_attention_cache", cache)  # the decoder's, of an encoder-decoder
+    if isinstance(inner, QuantizedCache):
+        return "a quantized cache gives back only about what it was given"
+    for layer in inner.layers:
+        kind = type(layer)
+        if kind.__module__.startswith("transformers.models."):  # DeepSeek V4's compress
+            return f"what {kind.__name__}, a cache of this model's own, gives back is not known"
+    return ""
+
+
+def _is_rows(mask: Any) -> bool:
+    """Whether this is a row of 0 and 1 for each text."""
+    return isinstance(mask, Tensor) and mask.dim() == 2
 
 
 def _unheld(arguments: dict[str, Any], device: torch.device) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,15 @@ from attnprobe.targets import Format
 
 SENTENCE = "The children were playing in the green park"
 
+
+class Part(StrEnum):
+    """Which attention of an encoder-decoder's."""
+
+    ENCODER = "encoder"
+    DECODER = "decoder"
+    CROSS = "cross"
+
+
 Text = Annotated[str, typer.Argument(help="The text to run the model on.")]
 Model = Annotated[str, typer.Option(help="bundled, a folder, a .gguf file, or an id on the hub.")]
 Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16, float64 or auto.")]
@@ -19,6 +29,13 @@ Attn = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, …")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+Target = Annotated[
+    str | None, typer.Option(help="For an encoder-decoder: the text that its decoder is given.")
+]
+PartOption = Annotated[
+    Part | None,
+    typer.Option("--part", help="Of an encoder-decoder. If not given, the decoder."),
+]
 Layer = Annotated[int | None, typer.Option(help="Counted from 0; all if not given.")]
 Head = Annotated[int | None, typer.Option(help="Counted from 0; all if not given.")]
 ByWord = Annotated[bool, typer.Option("--by-word", help="By word, not by token.")]

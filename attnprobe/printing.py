@@ -25,15 +25,20 @@ _UNCUT = 10_000
 _COLUMNS = ("check", "layer", "head", "error", "bound", "ratio", "verdict", "reason")
 
 
-def report_text(report: VerificationReport, text: str, width: int | None = None) -> str:
+def report_text(
+    report: VerificationReport, text: str, width: int | None = None, target: str | None = None
+) -> str:
     """A report to read: what was run, a table by check and layer, the worst head, the verdict.
 
-    `width` is that of the terminal; None for as wide as it gets.
+    `width` is that of the terminal; None for as wide as it gets. `target` is what an
+    encoder-decoder's decoder was given.
     """
     lines = [
         f"model  {report.model} in {report.dtype}, {report.kernel} kernel",
         f"text   {_visible(text)} ({report.tokens} tokens)",
     ]
+    if target is not None:
+        lines.append(f"target {_visible(target)}")
     if report.rows_left_out:
         lines.append(f"       {report.rows_left_out} query rows have no key, and are left out")
     cells = _by_layer(report)
@@ -52,16 +57,20 @@ def report_text(report: VerificationReport, text: str, width: int | None = None)
     return "\n".join([*lines, report.summary])
 
 
-def report_json(report: VerificationReport, text: str) -> str:
+def report_json(report: VerificationReport, text: str, target: str | None = None) -> str:
     """A report as one JSON object."""
-    return json.dumps({"text": text, **report.to_dict()}, allow_nan=False)
+    given = {"text": text} | ({} if target is None else {"target": target})
+    return json.dumps(given | report.to_dict(), allow_nan=False)
 
 
-def report_page(report: VerificationReport, text: str) -> str:
+def report_page(report: VerificationReport, text: str, target: str | None = None) -> str:
     """A report as a page that stands alone: no script, no network; every text escaped."""
+    given = "\n".join(
+        f"<blockquote>{html.escape(one)}</blockquote>" for one in (text, target) if one is not None
+    )
     return page(
         f"Attention of {report.model}",
-        f"<blockquote>{html.escape(text)}</blockquote>\n{report._repr_html_()}\n"
+        f"{given}\n{report._repr_html_()}\n"
         f"<h2>By check and layer: the worst head</h2>\n{by_layer_html(report)}",
     )
 

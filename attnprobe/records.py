@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex, overload
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,35 @@ class LanguageModel:
     name: str = ""
 
 
+Kind = Literal["self", "cross"]
+
+
+def part_of(kind: Kind, in_encoder: bool | None) -> str:
+    """Of an encoder-decoder's attention: encoder, decoder or cross; empty of other models'."""
+    if kind == "cross":
+        return "cross"
+    return {None: "", True: "encoder", False: "decoder"}[in_encoder]
+
+
+def writes(key: Tensor, value: Tensor) -> int:
+    """How often two tensors were written into so far; 0 where torch does not count it."""
+    return sum(one._version for one in (key, value) if not one.is_inference())
+
+
+@dataclass(frozen=True)
+class Cached:
+    """The cache that a call was given, and how much had gone by when it was."""
+
+    number: int
+    """Which of the caches that the probe saw."""
+    past: int
+    """How many tokens went by before this forward, those that have left the cache among them."""
+    inexact: str
+    """Why it is not known to give back what it was given, bit for bit; empty where it is."""
+    writes: int
+    """What `writes` gave of the call's key and value."""
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
     """One attention call of one layer: what the kernel was given, and what it returned.
@@ -57,7 +87,7 @@ class AttentionCall:
     """Layer, counted from 0 by order of calls of this `part` within one forward."""
     name: str
     """The attention module's name in the model, such as `transformer.h.0.attn`."""
-    kind: Literal["self", "cross"]
+    kind: Kind
     kernel: str
     """transformers' name of the kernel that ran: `sdpa`, `eager`, …"""
     query: Tensor  # (B, H, T, D)
@@ -76,8 +106,8 @@ class AttentionCall:
     mask of more than (B, S), so that there are no facts to rebuild it from."""
     first_key: int = 0
     """Where this forward's own keys begin: after those that a cache held before it."""
-    past: int = 0
-    """How many tokens went by before this forward; a cache that slides may have let some go."""
+    cache: Cached | None = None
+    """The cache that keeps its keys and values for the next forward; None where it has none."""
     in_encoder: bool | None = None
     """Whether it is a call of an encoder-decoder's encoder; None of other models."""
     step: int = 0
@@ -112,9 +142,12 @@ class AttentionCall:
     @property
     def part(self) -> str:
         """Of an encoder-decoder: encoder, decoder or cross; empty of other models."""
-        if self.kind == "cross":
-            return "cross"
-        return {None: "", True: "encoder", False: "decoder"}[self.in_encoder]
+        return part_of(self.kind, self.in_encoder)
+
+    @property
+    def past(self) -> int:
+        """How many tokens went by before this forward; a cache may have let some of them go."""
+        return 0 if self.cache is None else self.cache.past
 
     @property
     def dtype(self) -> torch.dtype:
@@ -144,6 +177,8 @@ class UnseenAttention:
     layer: int
     name: str
     reason: str
+    part: str = ""
+    """As `AttentionCall.part`."""
 
     def __str__(self) -> str:
         return f"{self.name} computed its attention unseen: {self.reason}"
@@ -152,12 +187,25 @@ class UnseenAttention:
 class Calls(list[AttentionCall]):
     """The calls that a probe saw, in order.
 
-    `unseen` holds the attention modules that ran and asked for no kernel.
+    `unseen` holds the attention modules that ran and asked for no kernel. A slice holds them as
+    well: what was not seen is not made good by looking at a part.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.unseen: list[UnseenAttention] = []
+    def __init__(
+        self, calls: Iterable[AttentionCall] = (), unseen: Iterable[UnseenAttention] = ()
+    ) -> None:
+        super().__init__(calls)
+        self.unseen = list(unseen)
+
+    @overload
+    def __getitem__(self, at: SupportsIndex) -> AttentionCall: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Calls: ...
+
+    def __getitem__(self, at: SupportsIndex | slice) -> AttentionCall | Calls:
+        found = super().__getitem__(at)
+        return Calls(found, self.unseen) if isinstance(found, list) else found
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +281,10 @@ class Capture:
             InputError: the capture is of no encoder-decoder.
         """
         source = Target(self.texts, self.input_ids, self.padding, self.words)
-        return replace(self.decoder, calls=self._part("cross").calls, part="cross", source=source)
+        cross = self._part("cross")
+        return replace(
+            self.decoder, calls=cross.calls, unseen=cross.unseen, part="cross", source=source
+        )
 
     def _both(self) -> Target:
         """The decoder's texts of a capture that holds both parts; refuses any other."""
@@ -244,7 +295,10 @@ class Capture:
     def _part(self, part: Literal["encoder", "decoder", "cross"]) -> Capture:
         self._both()
         return replace(
-            self, calls=tuple(call for call in self.calls if call.part == part), part=part
+            self,
+            calls=tuple(call for call in self.calls if call.part == part),
+            unseen=tuple(one for one in self.unseen if one.part == part),
+            part=part,
         )
 
     @property
@@ -257,9 +311,10 @@ class Capture:
 
     @property
     def layers(self) -> int:
-        """The number of self-attention layers, seen or not."""
-        kind = "cross" if self.part == "cross" else "self"
-        return sum(call.kind == kind for call in self.calls) + len(self.unseen)
+        """The number of self-attention layers, seen or not; of `cross`, of cross attention's."""
+        cross = self.part == "cross"
+        parts = [one.part for one in self.calls] + [one.part for one in self.unseen]
+        return sum((part == "cross") == cross for part in parts)
 
     @property
     def causal(self) -> bool:
@@ -267,7 +322,7 @@ class Capture:
         rule = self.calls[0].expected_mask
         return rule is not None and rule.causal
 
-    def call(self, layer: int, kind: Literal["self", "cross"] = "self") -> AttentionCall:
+    def call(self, layer: int, kind: Kind = "self") -> AttentionCall:
         """The attention call of one layer.
 
         Raises:
@@ -281,7 +336,7 @@ class Capture:
         layer = whole(layer, "layer")
         calls = {call.layer: call for call in self.calls if call.kind == kind}
         for unseen in self.unseen:
-            if kind == "self" and layer == unseen.layer:
+            if layer == unseen.layer and (kind == "cross") == (unseen.part == "cross"):
                 raise InputError(f"layer {layer}: {unseen}")
         if layer not in calls:
             last = max(calls, default=-1)

@@ -21,7 +21,9 @@ class Row:
 
     `error` is the absolute difference at the number that stands worst against its own bound,
     `bound` the bound at that number, and `ratio` error / bound: above 1 is a mismatch. `head` is
-    None where the comparison is of a whole layer, `layer` too where it is of the whole model.
+    None where the comparison is of a whole layer, `layer` too where it is of the whole model. An
+    error without a bound is not_checked: there is a difference, and whether it is right is not
+    known.
     """
 
     check: str
@@ -134,17 +136,19 @@ class VerificationReport:
         return seen + has
 
     def _gaps(self) -> str:
-        """The checks of which nothing was compared, or not in every layer."""
-        verdicts: dict[str, list[str]] = {}
+        """The checks of which nothing was compared, or not in every layer; with the reason where
+        there is a difference."""
+        by_check: dict[str, list[Row]] = {}
         for row in self.rows:
-            verdicts.setdefault(row.check, []).append(row.verdict)
+            by_check.setdefault(row.check, []).append(row)
         gaps = []
-        for check, found in verdicts.items():
-            missing = found.count("not_checked")
-            if missing == len(found):
-                gaps.append(check)
-            elif missing:
-                gaps.append(f"{check} in {missing} of {len(found)}")
+        for check, found in by_check.items():
+            missing = [row for row in found if row.verdict == "not_checked"]
+            if not missing:
+                continue
+            count = "" if len(missing) == len(found) else f" in {len(missing)} of {len(found)}"
+            differing = [row.reason for row in missing if not math.isnan(row.error)]
+            gaps.append(f"{check}{count}{f' ({differing[0]})' if differing else ''}")
         return f"; not checked: {', '.join(gaps)}" if gaps else ""
 
     def to_frame(self) -> pd.DataFrame:
@@ -216,7 +220,10 @@ class VerificationReport:
 
 
 def _badness(row: Row) -> float:
-    return -1.0 if row.verdict == "not_checked" else row.ratio
+    """Worst is what exceeds its bound, then a difference that has none, then the near ones."""
+    if row.verdict == "not_checked":
+        return -1.0 if math.isnan(row.error) else 1.0
+    return row.ratio
 
 
 def _place(row: Row) -> str:

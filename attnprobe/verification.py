@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnprobe.basis import basis_of
+from attnprobe.caches import cache_rows
 from attnprobe.capturing import output_of
 from attnprobe.checks import BY_CALL, rows_left_out
 from attnprobe.errors import InputError
@@ -18,7 +19,7 @@ from attnprobe.hooks import replaced
 from attnprobe.records import AttentionCall, Calls, Capture, UnseenAttention
 from attnprobe.report import Row, VerificationReport
 
-CHECKS = (*BY_CALL, "logits")
+CHECKS = ("projection", "cache", "mask", "weights", "output", "merge", "logits")
 
 FALSE_ALARM = 1e-9
 """The chance that a right model's logits pass the bound of the `logits` check by bad luck."""
@@ -34,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def verify(
-    cap: Capture | Sequence[AttentionCall],
+    cap: Capture | Calls,
     checks: Sequence[str] | None = None,
     *,
     progress: Progress | None = None,
@@ -44,23 +45,26 @@ def verify(
     | check | compares |
     |---|---|
     | `projection` | X·W + b against the query, key and value seen |
+    | `cache` | keys and values that a cache gives back against those of the forward before |
     | `mask` | M rebuilt from facts against the one the model used |
     | `weights` | softmax(QKᵀ/√d_k + M) against the model's own weights, where it gives them |
     | `output` | weights · V against what the kernel returned |
     | `merge` | heads · W_O + b against the attention module's output |
     | `logits` | the model run with this formula in place of every attention, against its logits |
 
-    The bounds of the first five are worst-case bounds on rounding (see `attnprobe.formula`). That
-    of `logits` is probabilistic: see `_logits`.
+    `cache` is made where a forward goes on from a cache, as the steps of a generation do. It and
+    `mask` allow no difference. The other bounds are worst-case bounds on rounding (see
+    `attnprobe.formula`), but that of `logits` is probabilistic: see `_logits`.
 
     Args:
-        cap: what `capture` returned, or the list of calls that a `probe` yields (some of them do
-            as well): of a generation, every step; without the `logits` check.
+        cap: what `capture` returned, or the calls that a `probe` yields: of a generation, every
+            step; without the `logits` check. A slice of them does as well.
         checks: some of the names above; all of them by default.
         progress: called as `progress(label, done, total)` after each layer.
 
     Raises:
-        InputError: a name in `checks` that is none of the above; no capture, or no calls.
+        InputError: a name in `checks` that is none of the above; no capture, or no calls; a plain
+            list of calls, which no longer says what was not seen.
     """
     if isinstance(checks, str) or not isinstance(checks, Sequence | None):
         raise InputError(f"expected a list of checks, got {checks!r}")
@@ -79,19 +83,23 @@ def verify(
             model_layers=_layers_of(cap),
         )
     calls = _calls(cap)
-    unseen = cap.unseen if isinstance(cap, Calls) else ()
     none = Row("logits", None, None, reason="a probe's calls hold no logits: capture one forward")
-    return _compared(calls, unseen, checks, lambda: none, progress)
+    return _compared(calls, calls.unseen, checks, lambda: none, progress)
 
 
-def _calls(given: object) -> tuple[AttentionCall, ...]:
-    """The calls that a probe yielded."""
+def _calls(given: object) -> Calls:
+    """The calls that a probe yielded, with what it did not see."""
     expected = "expected a capture, what ap.capture returns, or the calls of a probe"
     if not isinstance(given, list | tuple):
         raise InputError(f"{expected}; got {type(given).__name__}")
     if not given or not all(isinstance(one, AttentionCall) for one in given):
         raise InputError(f"{expected}; got {'no calls' if not given else 'a list of other things'}")
-    return tuple(given)
+    if not isinstance(given, Calls):
+        raise InputError(
+            f"{expected}; got a plain {type(given).__name__} of them, which no longer says what "
+            "attention was not seen: give what the probe yielded, or a slice of it"
+        )
+    return given
 
 
 def _compared(
@@ -115,25 +123,46 @@ def _compared(
         left_out += rows_left_out(call)
         if progress:
             progress(f"layer {call.layer}", number + 1, total)
+    if "cache" in checks:
+        rows += _cache(calls, asked=checks is not CHECKS)
     rows += [
-        Row("output", one.layer, None, reason=str(one)) for one in unseen if "output" in checks
+        Row("output", one.layer, None, reason=str(one), part=one.part)
+        for one in unseen
+        if "output" in checks
     ]
     if "logits" in checks:
         rows.append(logits())
         if progress:
             progress("logits", total, total)
     rows.sort(key=lambda row: CHECKS.index(row.check))  # stable: layers stay in order
-    first = [call for call in calls if (call.layer, call.kind) == (calls[0].layer, calls[0].kind)]
+    first = [call for call in calls if (call.layer, call.part) == (calls[0].layer, calls[0].part)]
     return VerificationReport(
         rows=tuple(rows),
         model="a probe's calls",
         kernel=", ".join(dict.fromkeys(call.kernel for call in calls)),
         dtype=", ".join(dict.fromkeys(_name(call.dtype) for call in calls)),
         texts=calls[0].query.shape[0],
-        tokens=sum(call.query.shape[0] * call.query.shape[2] for call in first),
+        tokens=sum(_tokens(call) for call in first),
         rows_left_out=left_out,
         steps=len({call.step for call in calls}),
     )
+
+
+def _cache(calls: Sequence[AttentionCall], *, asked: bool) -> list[Row]:
+    """The rows of `cache`; where no forward goes on from one, it is left out unless asked for."""
+    rows = cache_rows(calls)
+    if not rows and asked:
+        return [Row("cache", None, None, reason="no forward here goes on from a cache")]
+    return rows
+
+
+def _tokens(call: AttentionCall) -> int:
+    """How many tokens a forward was given, without padding where that is known."""
+    batch, _, queries, _ = call.query.shape
+    rule = call.expected_mask
+    if rule is None or rule.padding is None or call.kind == "cross":
+        return batch * queries
+    return int(rule.padding[:, rule.offset : rule.offset + queries].sum())
 
 
 def _in_step(row: Row, step: int) -> Row:

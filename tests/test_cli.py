@@ -19,6 +19,7 @@ import pandas as pd
 import pytest
 import transformers
 from hub import Hub, save_gpt2
+from test_encoder_decoders import bart, made, tokenizer
 from typer.testing import CliRunner, Result
 
 import attnprobe as ap
@@ -69,7 +70,8 @@ def test_verify_prints_every_check_and_layer_and_the_verdict_last(model: str) ->
     assert lines[0] == f"model  {model} in float32, eager kernel"
     assert lines[1] == f"text   {TEXT} (8 tokens)"
     rows = [line.split() for line in lines if line.endswith("verified")]
-    places = [(check, str(layer)) for check in CHECKS[:-1] for layer in range(3)]
+    checks = [check for check in CHECKS if check not in ("cache", "logits")]
+    places = [(check, str(layer)) for check in checks for layer in range(3)]
     assert [(row[0], row[1]) for row in rows[:-1]] == places
     assert rows[-1][0] == "logits"
     assert lines[-2].startswith("worst head: layer ")
@@ -122,7 +124,7 @@ def test_json_is_one_object_and_nothing_else(model: str) -> None:
     assert result.stdout.count("\n") == 1
     assert report["text"] == "a [b] <c>"
     assert report["verdict"] == "mismatch"
-    assert {row["check"] for row in report["rows"]} == set(CHECKS)
+    assert {row["check"] for row in report["rows"]} == set(CHECKS) - {"cache"}
 
 
 class Page(HTMLParser):
@@ -245,6 +247,79 @@ def test_walk_prints_every_step_or_writes_a_page(model: str, tmp_path: Path) -> 
     assert "weighted_norm" in page
 
 
+# Encoder-decoders
+
+SOURCE, TARGET = "the children play", "a dog sleeps"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("bart")
+    made(bart).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def test_verify_takes_a_target(pair: str, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    arguments = ("verify", SOURCE, "--target", TARGET, "--model", pair)
+    result = run(*arguments, "--out", str(out))
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[1:3] == [f"text   {SOURCE} (3 tokens)", f"target {TARGET}"]
+    assert lines[-1].startswith("VERIFIED: ")
+    assert "cross 2" in result.stdout
+    assert TARGET in Page(out.read_text(encoding="utf-8")).text
+    found = json.loads(run(*arguments, "--json").stdout)
+    assert (found["text"], found["target"]) == (SOURCE, TARGET)
+    assert {row["part"] for row in found["rows"]} == {"encoder", "decoder", "cross", ""}
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder", "cross", None])
+def test_a_table_is_of_one_part(pair: str, part: str | None) -> None:
+    options = ("--target", TARGET, "--model", pair, "--layer", "1", "--head", "2")
+    chosen = () if part is None else ("--part", part)
+    result = run("table", SOURCE, *options, *chosen, "--format", "json")
+    cap = ap.capture(ap.load(pair), SOURCE, target=TARGET)
+    expected = ap.table(getattr(cap, part or "decoder"), 1, 2)
+    assert [row["weight"] for row in json.loads(result.stdout)] == expected["weight"].tolist()
+
+
+def test_what_shows_one_text_shows_the_decoders_or_the_encoders(pair: str, tmp_path: Path) -> None:
+    options = ("--target", TARGET, "--model", pair)
+    result = run("words", SOURCE, *options, "--word", "dog", "--format", "json")
+    assert {row["query"] for row in json.loads(result.stdout)} == {"dog"}
+    chosen = ("--part", "encoder", "--layer", "0", "--head", "1")
+    assert "children" in run("walk", SOURCE, *options, *chosen, "--word", "children").stdout
+    for command in (["report"], ["view", "--kind", "head", "--part", "cross"]):
+        out = tmp_path / f"{command[0]}.html"
+        assert run(*command, SOURCE, *options, "--out", str(out)).exit_code == 0
+        assert "sleeps" in out.read_text(encoding="utf-8")
+
+
+COMMANDS = [
+    ["verify"],
+    ["table"],
+    ["words"],
+    ["walk", "--word", "dog", "--layer", "0", "--head", "0"],
+    ["view", "--kind", "head", "--out", "v.html"],
+    ["report", "--out", "r.html"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_an_encoder_decoder_without_a_target_is_told_of_it(
+    command: list[str], pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*command, SOURCE, "--model", pair)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(
+        "attnprobe: BartForConditionalGeneration is an encoder-decoder: give --target, "
+    )
+
+
 # What is refused
 
 
@@ -275,6 +350,9 @@ def test_walk_prints_every_step_or_writes_a_page(model: str, tmp_path: Path) -> 
         (["words", TEXT, "--weigh", "length"], "'weight' or 'value'"),
         (["words", TEXT, "--format", "parquet"], "name a file with --out"),
         (["walk", TEXT], "--word"),
+        (["verify", "--target", "a"], "GPT2LMHeadModel has no decoder to give a target to"),
+        (["table", TEXT, "--part", "cross"], "--part cross is for encoder-decoders"),
+        (["table", TEXT, "--part", "middle"], "Invalid value for '--part'"),
         (["walk", TEXT, "--word", "green", "--layer", "3", "--head", "0"], "numbered 0 to 2"),
         (["walk", TEXT, "--word", "gren", "--layer", "0", "--head", "0"], "near ones: green"),
     ],

@@ -68,7 +68,7 @@ def test_every_check_of_the_whole(kind, kernel):
     )
     report = ap.verify(cap)
     assert report.passed, report
-    assert {row.check for row in report.rows} == set(CHECKS)
+    assert {row.check for row in report.rows} == set(CHECKS) - {"cache"}
     assert verdicts(report, "output") == verdicts(report, "logits") == {"verified"}
     assert verdicts(report, "weights") == {"verified" if kernel == "eager" else "not_checked"}
     assert "mismatch" not in verdicts(report, "projection") | verdicts(report, "merge")
@@ -234,6 +234,40 @@ def test_under_lora(kind, parts):
     cap = ap.capture(get_peft_model(made(kind), settings).eval(), SOURCES, target=TARGETS)
     assert (cap.encoder.layers, cap.decoder.layers) == (2, 3)
     assert ap.verify(cap).passed
+
+
+# Attention that was not seen
+
+UNSEEN = {
+    "encoder": ("model.encoder.layers.1.self_attn", "encoder"),
+    "decoder": ("model.decoder.layers.1.self_attn", "decoder"),
+    "cross": ("model.decoder.layers.1.encoder_attn", "cross"),
+}
+
+
+@pytest.mark.parametrize("part", UNSEEN)
+def test_attention_that_was_not_seen_is_of_one_part(part):
+    model, (name, _) = made(bart), UNSEEN[part]
+    model.get_submodule(name).forward = lambda hidden, *args, **kwargs: (hidden, None)
+    cap = ap.capture(model, SOURCES, target=TARGETS)
+    assert [(one.part, one.layer, one.name) for one in cap.unseen] == [(part, 1, name)]
+    frame = ap.verify(cap, ["output"]).to_frame()
+    row = frame[frame.verdict == "not_checked"]
+    assert (row.part.item(), row.layer.item()) == (part, 1)
+    parts = {"encoder": 2, "decoder": 3, "cross": 3}
+    for other, layers in parts.items():
+        own = getattr(cap, other)
+        assert own.layers == layers
+        assert len(own.unseen) == (other == part)
+        assert ap.verify(own, ["output"]).passed == (other != part)
+        if other != part:
+            assert ap.weights(own, 1).shape[0] == own.call(1).heads
+    with pytest.raises(ap.InputError, match=rf"layer 1: {name} computed its attention unseen"):
+        getattr(cap, part).call(1)
+    assert cap.layers == 5  # self-attention's
+    with ap.probe(model) as calls, torch.no_grad():
+        model(input_ids=torch.tensor(SOURCES[:1]), decoder_input_ids=torch.tensor(TARGETS[:1]))
+    assert [one.part for one in calls.unseen] == [part]
 
 
 # Cross attention

@@ -39,6 +39,7 @@ ORDER = [
     "parts",
     "basis",
     "checks",
+    "caches",
     "verification",
     "sites",
     "changes",

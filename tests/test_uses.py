@@ -1,5 +1,7 @@
 """Models as people use them: generation, padding, wrappers, offloading, compiling, training."""
 
+import inspect
+
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
@@ -10,9 +12,12 @@ from transformers import (
     BertConfig,
     BertModel,
     CompileConfig,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedModel,
     pipeline,
 )
+from transformers.generation import utils
 from transformers.modeling_utils import AttentionInterface
 
 import attnprobe as ap
@@ -77,13 +82,61 @@ def test_padding_is_still_known_when_it_has_partly_left_a_sliding_cache():
 
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral"])
-def test_a_static_caches_whole_masks_are_said_not_to_be_checked(kind, beams):
-    calls = generated(small(kind), cache_implementation="static", num_beams=beams)
+def test_a_static_caches_whole_masks_are_checked_against_what_generate_was_given(kind, beams):
+    options = {"num_beams": beams, "attention_mask": MORE, "max_new_tokens": 6}
+    calls = generated(small(kind), cache_implementation="static", **options)
+    assert calls[-1].mask.dim() == 4
     report = ap.verify(calls)
     assert report.passed, report
-    assert verdicts(report, "mask") == {"not_checked"}
-    assert "the mask came whole" in reasons(report, "mask").pop()
-    assert "mismatch" not in verdicts(report, "projection")  # keys stand where the cache put them
+    assert verdicts(report, "mask") == verdicts(report, "cache") == {"verified"}
+    assert verdicts(report, "projection") == {"verified"}  # keys stand where the cache put them
+    assert report.tokens == beams * (2 + 7 + 5 * 2)  # without the padding
+
+
+@pytest.mark.parametrize("forgotten", ["attention_mask", "position_ids"])
+def test_padding_that_generate_itself_forgets_is_found(monkeypatch, forgotten):
+    """The mask that `generate` makes for a cache of fixed size is not borrowed."""
+    model = small("llama")
+    right = utils.create_masks_for_generate
+
+    def forgets(**given):
+        return right(**given | {forgotten: None})
+
+    monkeypatch.setattr(utils, "create_masks_for_generate", forgets)
+    calls = generated(model, cache_implementation="static", attention_mask=MORE)
+    lost = forgotten == "attention_mask"
+    report = ap.verify(calls, ["mask", "output"])
+    assert verdicts(report, "mask") == {"mismatch" if lost else "verified"}
+    assert report.verdict == ("mismatch" if lost else "verified")
+
+
+def test_generates_own_method_is_as_before_after_the_probes():
+    model = small("gpt2")
+    name = "prepare_inputs_for_generation"
+    own = type(model).prepare_inputs_for_generation
+    outer, inner = ap.probe(model), ap.probe(model)
+    outer.__enter__()
+    assert inspect.signature(getattr(model, name)) == inspect.signature(own.__get__(model))
+    inner.__enter__()
+    outer.__exit__(None, None, None)  # not in the order in which they were opened
+    assert name in vars(model)
+    inner.__exit__(None, None, None)
+    assert name not in vars(model)
+    given = model.prepare_inputs_for_generation = own.__get__(model)  # as peft sets it
+    with pytest.raises(ZeroDivisionError), ap.probe(model):
+        raise ZeroDivisionError
+    assert vars(model)[name] is given
+
+
+def test_a_cache_that_counts_no_tokens_does_not_end_a_generation():
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=99, hidden_size=24, num_hidden_layers=2, state_size=4)
+    model = MambaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    with ap.probe(model) as calls:
+        made = model.generate(IDS, max_new_tokens=3, do_sample=False, pad_token_id=2)
+    assert made.shape == (2, 10)
+    assert calls == []
 
 
 def test_a_wrong_mask_in_one_step_is_found_and_the_step_named(monkeypatch):
@@ -462,6 +515,26 @@ def test_attention_that_a_probe_did_not_see_does_not_pass(gpt2):
     report = ap.verify(calls)
     assert report.verdict == "not_checked"
     assert "transformer.h.1.attn computed its attention unseen" in report.summary
+    for some in (calls[:1], calls[1:], calls[::-1]):  # what was not seen is of every part of them
+        report = ap.verify(some, ["output"])
+        assert report.verdict == "not_checked"
+        assert "transformer.h.1.attn computed its attention unseen" in report.summary
+
+
+@pytest.mark.parametrize("plain", [list, tuple, lambda calls: [c for c in calls if c.layer == 2]])
+def test_a_plain_list_of_calls_is_refused(gpt2, plain):
+    model = gpt2()
+    with torch.no_grad(), ap.probe(model) as calls:
+        model(IDS)
+    with pytest.raises(ap.InputError, match=r"no longer says what attention was not seen: give"):
+        ap.verify(plain(calls))
+
+
+def test_padding_is_not_counted_among_the_tokens():
+    calls = generated(small("llama"))
+    assert ap.verify(calls, ["output"]).tokens == 4 + 7 + 3 * 2
+    assert ap.verify(calls[-2:], ["output"]).tokens == 2
+    assert "2 texts, 17 tokens" in repr(ap.verify(calls, ["output"]))
 
 
 @pytest.mark.parametrize(

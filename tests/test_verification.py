@@ -39,7 +39,7 @@ def test_a_right_model_is_verified(gpt2, kernel, dtype, side):
     frame = report.to_frame()
     assert list(frame.columns) == COLUMNS
     assert report.passed
-    assert set(frame.check) == set(CHECKS)
+    assert set(frame.check) == set(CHECKS) - {"cache"}
     assert frame[frame.verdict == "verified"].ratio.max() <= 1
     assert len(frame[frame.check == "output"]) == 3 * 6
     unchecked = set(frame[frame.verdict == "not_checked"].check)
@@ -73,7 +73,9 @@ def test_some_checks_only(gpt2):
     assert report.passed
     assert ap.verify(cap, ["mask", "logits"]).verdict == "not_checked"  # output was not asked for
     for bad in (["outputs"], [], ["mask", "x"]):
-        with pytest.raises(ap.InputError, match="projection, mask, weights, output, merge, logits"):
+        with pytest.raises(
+            ap.InputError, match="projection, cache, mask, weights, output, merge, logits"
+        ):
             ap.verify(cap, bad)
 
 
@@ -318,6 +320,28 @@ def test_the_summary_says_what_was_not_checked(gpt2):
     assert "3 attention layers and 18 heads (the model has 5 layers)" in ap.verify(cap).summary
 
 
+def test_the_most_alarming_reason_is_shown():
+    """A mask that differs from the rule before one of which nothing is known."""
+
+    def mask(layer, error, bound, reason=""):
+        return Row("mask", layer, None, error, bound, reason)
+
+    differs = mask(2, 1.0, math.nan, "of a type not known: 7 mask entries differ")
+    some = (mask(0, math.nan, math.nan, "came whole"), mask(1, 0.0, 0.0), differs)
+    output = Row("output", 0, 0, 1.0, 2.0)
+    report = replace(rows(), rows=(*some, output))
+    assert differs.verdict == "not_checked"
+    assert math.isnan(differs.ratio)
+    assert report.passed
+    assert report.by_check().rows == (differs, output)
+    assert report.summary.endswith(
+        "; not checked: mask in 2 of 3 (of a type not known: 7 mask entries differ)"
+    )
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["rows"][2]["error"] == 1.0
+    wrong = mask(3, 1.0, 0.0, "another")
+    assert replace(report, rows=(*some, wrong)).by_check().rows == (wrong,)
+
+
 def unknown_types():
     from transformers import (
         CLIPTextConfig,
@@ -361,6 +385,8 @@ def test_rules_that_are_not_known_are_no_mismatch(cls, config):
     if cls.__name__ == "CLIPTextModel":  # M is taken as it was passed, and said not to be checked
         assert {row.check for row in rows} == {"mask"}
         assert {row.verdict for row in rows} == {"not_checked"}
+        assert {row.error for row in rows} == {1.0}
+        assert "mask (whether clip_text_model has rules of its own is not known: " in report.summary
     else:
         assert not rows
         assert {row.verdict for row in report.rows if row.check == "mask"} == {"verified"}
