@@ -242,7 +242,9 @@ class Interception:
         if cache not in self.caches:
             self.caches[cache] = self.caches_seen
             self.caches_seen += 1
-        return Cached(self.caches[cache], facts.past(self.frames), _inexact(cache), writes(key, value))
+        return Cached(
+            self.caches[cache], facts.past(self.frames), _inexact(cache), writes(key, value)
+        )
 
     def record(self, kernel: str, module: nn.Module, arguments: dict[str, Any]) -> AttentionCall:
         """The call's inputs and facts, from what the kernel is about to be given."""
