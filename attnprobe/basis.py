@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnprobe.biases import Bias
 from attnprobe.formula import Tile, attention, tiles
-from attnprobe.masks import GivenMask, MaskRule, Rule, disagreement
+from attnprobe.masks import MASKED_BELOW, GivenMask, MaskRule, Rule, disagreement
 from attnprobe.records import AttentionCall
 from attnprobe.terms import Terms
 
@@ -118,9 +118,9 @@ class Basis:
         different, first = 0, ""
         for start, stop in row_blocks(self.call):
             allowed = rule.allowed(start, stop, device=self.call.query.device, keys=rule.keys)
-            passed = (
-                used.allowed(start, stop, keys=used.keys) if biased else _rows(used, start, stop)
-            )
+            passed = _rows(used, start, stop, device=self.call.query.device)
+            if biased and passed.dtype != torch.bool:
+                passed = passed > MASKED_BELOW
             differs = disagreement(passed, allowed)
             if differs.any() and not different:
                 where = differs.nonzero()[0].tolist()
@@ -226,11 +226,11 @@ def row_blocks(call: AttentionCall, rows: int = 256) -> Iterator[tuple[int, int]
         yield start, min(start + rows, queries)
 
 
-def _rows(rule: Rule, start: int, stop: int) -> Tensor:
+def _rows(rule: Rule, start: int, stop: int, device: torch.device) -> Tensor:
     """Rows of a mask as it was passed, boolean or additive."""
     if isinstance(rule, GivenMask):
         return rule.mask if rule.mask.shape[-2] == 1 else rule.mask[..., start:stop, :]
-    return rule.allowed(start, stop, keys=rule.keys)
+    return rule.allowed(start, stop, keys=rule.keys, device=device)
 
 
 def _same(passed: Tensor | None, expected: Tensor | None) -> bool:

@@ -15,12 +15,16 @@ from transformers import (
     BloomForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    LongT5Config,
+    LongT5ForConditionalGeneration,
     MPNetConfig,
     MPNetForMaskedLM,
     MptConfig,
     MptForCausalLM,
     MT5Config,
     MT5ForConditionalGeneration,
+    Pop2PianoConfig,
+    Pop2PianoForConditionalGeneration,
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
     T5Config,
@@ -360,6 +364,32 @@ def test_a_bias_where_none_is_expected_is_a_mismatch():
     assert "head 4, query 2, key 3 gets 0.5, expected 0" in basis_of(other).mask_difference
     nan = replace(cross, terms=replace(cross.terms, bias=bias * math.nan))
     assert "gets nan" in basis_of(nan).mask_difference
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "kernel"),
+    [
+        (Pop2PianoForConditionalGeneration, Pop2PianoConfig, "eager"),
+        (Pop2PianoForConditionalGeneration, Pop2PianoConfig, "sdpa"),
+        (LongT5ForConditionalGeneration, LongT5Config, "eager"),
+    ],
+)
+def test_types_that_are_not_known_in_all_are_held_to_their_bias(cls, config, kernel):
+    model = made((cls, config(**COMMON, **T5_SIZES)), kernel)
+    padding = torch.tensor([[1] * 11, [1] * 7 + [0] * 4])
+    with torch.no_grad(), ap.probe(model) as calls:
+        model(
+            inputs_embeds=torch.randn(2, 11, 60),
+            attention_mask=padding,
+            decoder_input_ids=torch.tensor([TEXTS[1][:6], TEXTS[0][:6]]),
+        )
+    mine = [call for call in calls if call.kind == "self"]
+    assert [call.in_encoder for call in mine][-2:] == [False, False]
+    for call in mine:
+        assert call.terms.bias.any()
+        assert basis_of(call).taken == basis_of(call).mask_difference == ""
+        wrong = replace(call, terms=replace(call.terms, bias=call.terms.bias.roll(1, 1)))
+        assert "is another: head 0" in basis_of(wrong).taken
 
 
 # Weights that are not at hand

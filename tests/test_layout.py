@@ -123,6 +123,7 @@ def test_the_formula_knows_nothing_of_transformers(module):
         "attnprobe",
         "collections",
         "dataclasses",
+        "functools",
         "math",
         "torch",
         "typing",
