@@ -2,7 +2,10 @@
 
 Where a model goes by others than the facts say, that is a mismatch, if the facts are known to hold
 for its type. If they are not, M may be a rule of the model's own: then it is taken as the model
-passed it, and the `mask` check says that it is not checked.
+passed it, and the `mask` check says that it is not checked. A bias on the scores is a part of M: it
+is held against the one made anew, and may differ from it by how the model rounds it, number by
+number. Where it does not differ further, the formula is computed with the model's own, an operand
+as query and key are.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ _NO_RULE = (
     "to rebuild it from: M is taken as the model passed it"
 )
 _OWN_BIAS = "the model adds a bias of its own to the scores, taken as the model passed it"
+_BIAS_AWAY = "its bias's weights are offloaded or adapted: it is taken as the model passed it"
 _OWN_SINKS = "the model computes sinks from the text, taken as the model passed them"
 
 
@@ -89,7 +93,7 @@ class Basis:
             return f"{_unknown_type(call)}: {self.mask_difference}. M is taken as it was passed"
         unknown = call.expected_terms.bias is None and not call.bias_known
         if call.terms.bias is not None and unknown:
-            return _OWN_BIAS
+            return _BIAS_AWAY if call.facts_known else _OWN_BIAS
         return _OWN_SINKS if self._sinks_of_its_own else ""
 
     @property

@@ -56,7 +56,8 @@ def _settled(rows: list[Row], call: AttentionCall) -> list[Row]:
 def _mask(call: AttentionCall) -> list[Row]:
     """M rebuilt from facts against what the kernel went by: the mask passed, or its own causality.
 
-    The error is 1 if any entry differs, else 0: there is nothing to round in a mask.
+    The error is 1 if any entry differs, else 0: there is nothing to round in a mask. A bias in it
+    differs where it is further off than its rounding (see `attnprobe.biases`).
     """
     basis = basis_of(call)
     if basis.taken:

@@ -1,8 +1,9 @@
 """The model types for which the facts are known to hold: see `attnprobe.facts`.
 
-Of these, a scale or mask that is not as the facts say is a mismatch. Of others it may as well be
-that the facts are not all, and what departs from them is said not to be checked. Types are left out
-that may be given images or sound, and those with modes of attention that no small model here met.
+Of these, a scale, mask or bias that is not as the facts say is a mismatch. Of others it may as well
+be that the facts are not all, and what departs from them is said not to be checked. Types are left
+out that may be given images or sound, and those with modes of attention that no small model here
+met.
 """
 
 _NAMES = """
