@@ -2,7 +2,10 @@
 
 Where a model goes by others than the facts say, that is a mismatch, if the facts are known to hold
 for its type. If they are not, M may be a rule of the model's own: then it is taken as the model
-passed it, and the `mask` check says that it is not checked.
+passed it, and the `mask` check says that it is not checked. A bias on the scores is a part of M: it
+is held against the one made anew, and may differ from it by how the model rounds it, number by
+number. Where it does not differ further, the formula is computed with the model's own, an operand
+as query and key are.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attnprobe.biases import Bias
 from attnprobe.formula import Tile, attention, tiles
-from attnprobe.masks import GivenMask, MaskRule, Rule, disagreement
+from attnprobe.masks import MASKED_BELOW, GivenMask, MaskRule, Rule, disagreement
 from attnprobe.records import AttentionCall
 from attnprobe.terms import Terms
 
@@ -25,6 +29,7 @@ _NO_RULE = (
     "to rebuild it from: M is taken as the model passed it"
 )
 _OWN_BIAS = "the model adds a bias of its own to the scores, taken as the model passed it"
+_BIAS_AWAY = "its bias's weights are offloaded or adapted: it is taken as the model passed it"
 _OWN_SINKS = "the model computes sinks from the text, taken as the model passed them"
 
 
@@ -86,8 +91,9 @@ class Basis:
             return _NO_RULE
         if not call.facts_known and self.mask_difference:
             return f"{_unknown_type(call)}: {self.mask_difference}. M is taken as it was passed"
-        if call.terms.bias is not None and call.expected_terms.bias is None:
-            return _OWN_BIAS
+        unknown = call.expected_terms.bias is None and not call.bias_known
+        if call.terms.bias is not None and unknown:
+            return _BIAS_AWAY if call.facts_known else _OWN_BIAS
         return _OWN_SINKS if self._sinks_of_its_own else ""
 
     @property
@@ -105,24 +111,63 @@ class Basis:
             return f"the model caps scores at {passed.softcap}, expected {expected.softcap}"
         if not self._sinks_of_its_own and not _same(passed.sinks, expected.sinks):
             return "the model passed other sinks than its weights hold"
-        if expected.bias is not None and not _same(passed.bias, expected.bias):
-            return "the model passed another bias than its weights make"
         return ""
 
     @cached_property
     def mask_difference(self) -> str:
-        """Where the mask that the kernel went by differs from the rebuilt one; empty if nowhere."""
+        """Where M, what is hidden or the bias, differs from the rebuilt one; empty if nowhere."""
         rule, used = self.call.expected_mask, self._used
         assert rule is not None
+        biased = self.call.expected_terms.bias is not None  # what is added is compared by itself
         different, first = 0, ""
         for start, stop in row_blocks(self.call):
             allowed = rule.allowed(start, stop, device=self.call.query.device, keys=rule.keys)
-            differs = disagreement(_rows(used, start, stop), allowed)
+            passed = _rows(used, start, stop, device=self.call.query.device)
+            if biased and passed.dtype != torch.bool:
+                passed = passed > MASKED_BELOW
+            differs = disagreement(passed, allowed)
             if differs.any() and not different:
                 where = differs.nonzero()[0].tolist()
                 first = f"first at query {start + where[2]}, key {where[3]}"
             different += int(differs.sum())
-        return f"{different} mask entries differ from the rule, {first}" if different else ""
+        if different:
+            return f"{different} mask entries differ from the rule, {first}"
+        return self._bias_difference
+
+    @cached_property
+    def _bias_difference(self) -> str:
+        """How the bias differs from the rebuilt one by more than rounding, where that is known."""
+        call, rule, expected = self.call, self.call.expected_mask, self.call.expected_terms
+        assert rule is not None
+        if expected.bias is None and (self.added is None or not call.bias_known):
+            return ""
+        added, different, first = Terms(bias=self.added), 0, ""
+        nothing = call.query.new_zeros(1, 1, 1, 1, dtype=torch.float64)
+        for start, stop in row_blocks(call, 32):
+            allowed = rule.allowed(start, stop, device=nothing.device, keys=rule.keys)
+            got, want = (one.bias_of(start, stop, rule.keys) for one in (added, expected))
+            got, want = (nothing if one is None else one for one in (got, want))
+            differs = ~((got - want).abs() <= expected.unit * want.abs()) & allowed  # NaN differs
+            if differs.any() and not different:
+                at = differs.nonzero()[0].tolist()
+                pair = [float(one.expand_as(differs)[tuple(at)]) for one in (got, want)]
+                first = f"head {at[1]}, query {start + at[2]}, key {at[3]} "
+                first += "gets {:.6g}, expected {:.6g}".format(*pair)
+            different += int(differs.sum())
+        return f"the bias on {different} scores is another: {first}" if different else ""
+
+    @cached_property
+    def added(self) -> Tensor | Bias | None:
+        """The bias that the model added, beside its mask or within it."""
+        call, used = self.call, self._used
+        ours = call.expected_mask is not None and call.bias_known
+        if not isinstance(used, GivenMask) or (ours and call.expected_terms.bias is None):
+            return call.terms.bias  # what else the mask holds counts as a difference of the mask
+        inside = used.bias
+        if inside is None:
+            return call.terms.bias
+        beside = call.terms.bias_of(0, used.queries, used.keys)
+        return inside if beside is None else inside.double() + beside
 
     @cached_property
     def _used(self) -> Rule:
@@ -155,14 +200,12 @@ class Basis:
 
     @cached_property
     def terms(self) -> Terms:
-        """The expected terms, with the bias that was passed where nothing else tells it."""
+        """The expected terms. A bias is that which the model added, rounded as it may be, where it
+        is the expected one, or where nothing else tells it."""
         terms = self.call.expected_terms
-        bias = terms.bias if terms.bias is not None else self.call.terms.bias
-        inside = self.rule.bias if isinstance(self.rule, GivenMask) else None
-        if inside is not None:
-            bias = inside if bias is None else bias + inside
+        agrees = self.rule is self._used or not self.mask_difference
         sinks = self.call.terms.sinks if self._sinks_of_its_own else terms.sinks
-        return replace(terms, bias=bias, sinks=sinks)
+        return replace(terms, bias=self.added if agrees else terms.bias, sinks=sinks)
 
     def tiles(self) -> Iterator[Tile]:
         """The formula computed again, with bounds, in tiles."""
@@ -187,11 +230,11 @@ def row_blocks(call: AttentionCall, rows: int = 256) -> Iterator[tuple[int, int]
         yield start, min(start + rows, queries)
 
 
-def _rows(rule: Rule, start: int, stop: int) -> Tensor:
+def _rows(rule: Rule, start: int, stop: int, device: torch.device) -> Tensor:
     """Rows of a mask as it was passed, boolean or additive."""
     if isinstance(rule, GivenMask):
         return rule.mask if rule.mask.shape[-2] == 1 else rule.mask[..., start:stop, :]
-    return rule.allowed(start, stop, keys=rule.keys)
+    return rule.allowed(start, stop, keys=rule.keys, device=device)
 
 
 def _same(passed: Tensor | None, expected: Tensor | None) -> bool:

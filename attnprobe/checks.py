@@ -62,8 +62,9 @@ def _settled(rows: list[Row], call: AttentionCall) -> list[Row]:
 def _mask(call: AttentionCall) -> list[Row]:
     """M rebuilt from facts against what the kernel went by: the mask passed, or its own causality.
 
-    The error is 1 if any entry differs, else 0: there is nothing to round in a mask. Where M is
-    taken as it was passed, an error says that it is another than the rule's.
+    The error is 1 if any entry differs, else 0: there is nothing to round in a mask. A bias in it
+    differs where it is further off than its rounding (see `attnprobe.biases`). Where M is taken as
+    it was passed, an error says that it is another than the rule's.
     """
     basis = basis_of(call)
     if basis.taken:

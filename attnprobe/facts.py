@@ -18,7 +18,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from attnprobe.masks import MaskRule
-from attnprobe.terms import Terms
 
 UNHELD = ("cu_seq_lens_q",)
 """Arguments with which a model adds a term that the formula here does not hold."""
@@ -34,7 +33,7 @@ SCALED_BEFOREHAND = frozenset(
 
 UNSCALED = frozenset(
     {
-        *("t5", "mt5", "umt5", "longt5", "switch_transformers", "gpt_neo"),
+        *("t5", "mt5", "umt5", "longt5", "switch_transformers", "pop2piano", "gpt_neo"),
         *("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
         *("gemma4_unified", "gemma4_unified_text"),
     }
@@ -70,6 +69,8 @@ def expected_scaling(config: Any, head_size: int, index: int) -> float:
         scaling = config.query_pre_attn_scalar**-0.5
     if getattr(config, "attention_multiplier", None) is not None:
         scaling = config.attention_multiplier
+    if kind == "mpt" and config.attn_config.softmax_scale is not None:
+        scaling = config.attn_config.softmax_scale
     if getattr(config, "scale_attn_weights", True) is False:
         scaling = 1.0
     if getattr(config, "scale_attn_by_inverse_layer_idx", False):
@@ -91,15 +92,6 @@ def _yarn(config: Any) -> float:
     if not mscale or factor <= 1:
         return 1.0
     return float((0.1 * mscale * math.log(factor) + 1) ** 2)
-
-
-def expected_terms(module: nn.Module, config: Any) -> Terms:
-    """The softcap that the config names, and the sinks that the module's weights hold."""
-    sinks = getattr(module, "sinks", None)
-    return Terms(
-        softcap=getattr(config, "attn_logit_softcapping", None),
-        sinks=sinks.detach() if isinstance(sinks, Tensor) else None,
-    )
 
 
 def is_causal(config: Any, module: nn.Module) -> bool:

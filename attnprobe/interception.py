@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers import Cache, QuantizedCache
 
-from attnprobe import facts
+from attnprobe import additions, facts
 from attnprobe.errors import ModelError
 from attnprobe.following import Following
 from attnprobe.inspecting import arguments_of, asks_for_kernel, computes_softmax, forward_of
@@ -266,6 +266,9 @@ class Interception:
         causal = arguments.get("is_causal")
         mask = self._mask(arguments.get("attention_mask"), query, key)
         hidden = own.get("hidden_states")
+        rule = facts.mask_rule(module, config, index, kind, shape, self.frames)
+        bias = additions.expected_bias(module, self.parents, config, kind, rule, query)
+        known = getattr(config, "model_type", None) in KNOWN_TYPES
         return AttentionCall(
             layer=layer,
             name=self.names[module],
@@ -278,7 +281,7 @@ class Interception:
             expected_scaling=facts.expected_scaling(config, query.shape[-1], index),
             mask=mask,
             is_causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
-            expected_mask=facts.mask_rule(module, config, index, kind, shape, self.frames),
+            expected_mask=rule,
             first_key=0 if kind == "cross" else facts.first_key(shape, self.frames),
             cache=None if cached is None else self._cached(cached, key, value),
             in_encoder=self._in_encoder(module),
@@ -288,9 +291,10 @@ class Interception:
                 bias=_detached(arguments.get("position_bias")),
                 sinks=_detached(arguments.get("s_aux", arguments.get("sinks"))),
             ),
-            expected_terms=facts.expected_terms(module, config),
+            expected_terms=additions.expected_terms(module, config, bias),
             unheld=_unheld(arguments, query.device),
-            facts_known=getattr(config, "model_type", None) in KNOWN_TYPES,
+            facts_known=known,
+            bias_known=known and (bias is not None or not additions.adds_bias(config, kind)),
             operands=operand_unit(query.dtype, query.device),
             dropout=float(arguments.get("dropout") or 0.0),
             module=module,

@@ -121,6 +121,8 @@ class AttentionCall:
     dropout: float = 0.0
     facts_known: bool = True
     """Whether scale and mask are known for this type of model; see `attnprobe.facts`."""
+    bias_known: bool = True
+    """Whether what it adds to the scores is known as well, or that it adds nothing."""
     operands: float = 0.0
     """The unit with which torch rounded a matrix product's operands then; 0 if it did not."""
     module: nn.Module | None = None

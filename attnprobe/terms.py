@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from attnprobe.biases import Bias
 from attnprobe.masks import part
 
 
@@ -18,22 +19,30 @@ class Terms:
         softcap: c, where scaled scores s become c·tanh(s/c) before anything is added to them
             (Gemma Team 2024, *Gemma 2*, section 2).
         bias: (B or 1, H or 1, T or 1, S), added to the scores: by distance (ALiBi, Press et al.
-            2022), learned for distances (T5, Raffel et al. 2020), or a model's own.
+            2022), learned for distances (T5, Raffel et al. 2020), or a model's own. As a tensor,
+            or made by rows.
         sinks: a score for each head that takes part in softmax beside the keys' and brings no value
             (gpt-oss), so that the weights of the keys sum to less than 1: (H,), or one for each
             query as well, (B, H, T, 1).
     """
 
     softcap: float | None = None
-    bias: Tensor | None = None
+    bias: Tensor | Bias | None = None
     sinks: Tensor | None = None
 
     def bias_of(self, start: int, stop: int, reach: int) -> Tensor | None:
         """Rows of the bias over the first `reach` keys, float64; None where there is no bias."""
         if self.bias is None:
             return None
+        if not isinstance(self.bias, Tensor):
+            return self.bias.rows(start, stop, reach)
         rows = self.bias if self.bias.shape[-2] == 1 else self.bias[..., start:stop, :]
         return rows[..., :reach].double()
+
+    @property
+    def unit(self) -> float:
+        """How far a model's own bias may be off by rounding, relative to each number of this."""
+        return 0.0 if self.bias is None or isinstance(self.bias, Tensor) else self.bias.unit
 
     def sinks_of(self, start: int, stop: int) -> Tensor | None:
         """Rows of the sinks, (B or 1, H, t or 1, 1) float64; None where there are none."""
@@ -45,7 +54,10 @@ class Terms:
 
     def within(self, text: int, heads: Sequence[int], rows: slice, keys: slice) -> Terms:
         """The terms of some heads among one text's own tokens: stretches of queries and keys."""
-        bias = None if self.bias is None else part(self.bias, text, heads, rows, keys)
+        bias = self.bias
+        if bias is not None:
+            whole = bias if isinstance(bias, Tensor) else bias.rows(0, rows.stop, keys.stop)
+            bias = part(whole, text, heads, rows, keys)
         sinks = self.sinks
         if sinks is not None and sinks.dim() == 1:
             sinks = sinks[list(heads)]

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from attnprobe.facts import config_of, expected_scaling, expected_terms, index_of, is_causal, reach
+from attnprobe.additions import expected_terms
+from attnprobe.facts import config_of, expected_scaling, index_of, is_causal, reach
 
 
 def config(**fields):

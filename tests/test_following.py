@@ -14,6 +14,7 @@ from torch.overrides import _get_current_function_mode_stack as modes
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
 import attnprobe as ap
+from attnprobe.basis import basis_of
 from attnprobe.checks import BY_CALL
 from attnprobe.following import Following
 from attnprobe.hooks import replaced, watched
@@ -25,7 +26,7 @@ CAUSAL = ("big_bird", "bloom", "cpmant", "falcon", "git", "gpt_neo", "gpt_neox_j
 CAUSAL += ("megatron-bert", "mvp", "openai-gpt", "rembert", "roformer", "trocr", "xglm", "xlm")
 MASKED = ("convbert", "deberta", "flaubert", "ibert", "luke", "mpnet", "nystromformer")
 MASKED += ("squeezebert", "tapas")
-UNCHECKED_MASK = {"bloom", "cpmant", "deberta", "mpnet", "mpt"}
+UNCHECKED_MASK = {"cpmant", "deberta"}
 
 
 def small(task, kind, kernel="eager"):
@@ -72,8 +73,9 @@ def test_half_precision(kind, dtype):
     assert "verified" in {row.verdict for row in report.rows if row.check == "weights"}
 
 
+@pytest.mark.parametrize(("kernel", "times"), [("eager", 2), ("sdpa", 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_falcon_with_alibi_scales_its_bias_too(dtype):
+def test_falcon_with_alibi_scales_its_bias_too(dtype, kernel, times):
     torch.manual_seed(0)
     config = FalconConfig(
         vocab_size=99,
@@ -83,7 +85,7 @@ def test_falcon_with_alibi_scales_its_bias_too(dtype):
         alibi=True,
         multi_query=False,
         initializer_range=0.5,
-        attn_implementation="eager",
+        attn_implementation=kernel,
     )
     model = FalconForCausalLM(config).eval().to(dtype)
     cap = ap.capture(model, texts())
@@ -91,8 +93,12 @@ def test_falcon_with_alibi_scales_its_bias_too(dtype):
     # transformers' eager Falcon adds them twice: to the scores, and within the mask.
     slopes = torch.tensor([2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]).double()
     want = slopes[:, None, None] * torch.arange(11) / math.sqrt(10)
-    torch.testing.assert_close(cap.calls[1].terms.bias[0, :, -1:], 2 * want, rtol=1e-2, atol=1e-4)
-    assert ap.verify(cap, ["weights", "output"]).passed
+    added = basis_of(cap.calls[1]).added[0, :, -1:].double()
+    torch.testing.assert_close(added, times * want, rtol=1e-2, atol=1e-4)
+    rebuilt = cap.calls[1].expected_terms.bias.rows(0, 11, 11)
+    torch.testing.assert_close(rebuilt[0], want)
+    verdicts = {row.verdict for row in ap.verify(cap, ["mask", "output"]).rows}
+    assert ("mismatch" in verdicts) == (times == 2)
 
 
 class Own(nn.Module):

@@ -11,8 +11,9 @@ PACKAGE = Path(attnprobe.__file__).parent
 ORDER = [
     "errors",
     "masks",
-    "terms",
     "rounding",
+    "biases",
+    "terms",
     "rotary",
     "layouts",
     "formula",
@@ -23,6 +24,7 @@ ORDER = [
     "records",
     "known",
     "facts",
+    "additions",
     "hub",
     "places",
     "models",
@@ -110,8 +112,9 @@ def test_a_module_imports_only_from_above(module):
 
 PURE = [
     "masks",
-    "terms",
     "rounding",
+    "biases",
+    "terms",
     "rotary",
     "layouts",
     "formula",
@@ -128,6 +131,7 @@ def test_the_formula_knows_nothing_of_transformers(module):
         "attnprobe",
         "collections",
         "dataclasses",
+        "functools",
         "math",
         "torch",
         "typing",

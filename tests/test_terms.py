@@ -18,6 +18,8 @@ from transformers import (
 )
 
 import attnprobe as ap
+from attnprobe.basis import basis_of
+from attnprobe.checks import BY_CALL
 from attnprobe.formula import attention, softmax, tiles
 from attnprobe.masks import GivenMask, MaskRule
 from attnprobe.rounding import arithmetic
@@ -209,7 +211,7 @@ def test_weights_scores_and_tables_hold_the_terms():
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_bias_of_the_models_own_is_taken_and_said_so(kernel, dtype):
+def test_a_bias_of_an_unknown_types_own_is_taken_and_said_so(kernel, dtype):
     torch.manual_seed(0)
     config = T5Config(
         vocab_size=101,
@@ -227,15 +229,12 @@ def test_a_bias_of_the_models_own_is_taken_and_said_so(kernel, dtype):
     with torch.no_grad(), ap.probe(model) as calls:
         model(input_ids=ids, decoder_input_ids=ids[:, :7])
     assert {call.kind for call in calls} == {"self", "cross"}
-    from attnprobe.basis import basis_of
-    from attnprobe.checks import BY_CALL
-
-    for call in calls:
+    for known in calls:
+        call = replace(known, facts_known=False, bias_known=False, expected_terms=Terms())
         rows = BY_CALL["output"](call)
         assert {row.verdict for row in rows} == {"verified"}, (call, rows)
-        if call.kind == "self":
-            assert "a bias of its own" in basis_of(call).taken
-            assert {row.verdict for row in BY_CALL["mask"](call)} == {"not_checked"}
+        assert "a bias of its own" in basis_of(call).taken
+        assert {row.verdict for row in BY_CALL["mask"](call)} == {"not_checked"}
 
 
 def test_a_given_mask_is_a_rule():
