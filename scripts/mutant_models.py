@@ -194,12 +194,12 @@ KINDS = (
         windowed=(1,),
         projected=False,
     ),
-    Kind("t5", "seq2seq", scale="none", bias=True, facts=False, spread=0.35),
+    Kind("t5", "seq2seq", scale="none", bias=True, spread=0.35),
     Kind("bart", "seq2seq"),
     Kind("openai-gpt", **_OWN, projected=False),
     Kind("roformer", "masked", **_OWN, projected=False, spread=1.0),
     Kind("gpt_neo", **_OWN, scale="none", window=6, windowed=(1,), facts=False, spread=0.25),
-    Kind("bloom", **_OWN, bias=True, facts=False, spread=1.0),
+    Kind("bloom", **_OWN, bias=True, spread=1.0),
 )
 
 

@@ -283,7 +283,7 @@ _CHANGES: tuple[tuple[str, Any, str, Callable[[Kind], bool]], ...] = (
     ("chunks ignored", chunk_ignored, "kernel model", lambda kind: bool(kind.chunk)),
     ("softcap dropped", softcap_dropped, "kernel model", lambda kind: kind.softcap),
     ("sink dropped", sink_dropped, "kernel", lambda kind: kind.sinks),
-    ("bias dropped", bias_dropped, "kernel", lambda kind: kind.bias),
+    ("bias dropped", bias_dropped, "kernel model", lambda kind: kind.bias),
     ("softmax over queries", softmax_over_queries, "kernel", _always),
     ("two heads swapped", heads_swapped, "kernel", _always),
     ("key heads tiled", key_heads_tiled, "kernel", lambda kind: kind.grouped),
