@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,14 +13,17 @@ from attnprobe.encoding import encode
 from attnprobe.errors import InputError, ModelError, NonFiniteError
 from attnprobe.hooks import watched
 from attnprobe.models import as_language_model, device_of
-from attnprobe.records import Capture, LanguageModel
+from attnprobe.records import AttentionCall, Capture, LanguageModel
+
+Texts = str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]]
+"""One text, several, or token ids."""
 
 
 def capture(
     lm: object,
-    text: str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]],
+    text: Texts,
     *,
-    target: str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
+    target: Texts | None = None,
     padding_side: Literal["left", "right"] | None = None,
 ) -> Capture:
     """Run a model once and keep each attention call's query, key, value and output.
@@ -44,35 +48,56 @@ def capture(
             model that torch.compile has compiled, or whose weights are on "meta".
         NonFiniteError: NaN or infinity in the weights or in what was computed.
     """
-    lm = as_language_model(lm)
+    calls: list[AttentionCall] = []
+    cap = forward(as_language_model(lm), text, target, padding_side, calls.append)
+    return replace(cap, calls=tuple(calls))
+
+
+def forward(
+    lm: LanguageModel,
+    text: Texts,
+    target: Texts | None,
+    padding_side: Literal["left", "right"] | None,
+    take: Callable[[AttentionCall], None],
+) -> Capture:
+    """As `capture`, but each call is given to `take` while the model runs, and the capture has none."""
     model = lm.model
     _refuse_dropout(model)
     _refuse_autocast(model)
-    with torch.no_grad(), watched(model) as calls:
+    seen = 0
+
+    def take_finite(call: AttentionCall) -> None:
+        nonlocal seen
+        seen += 1
+        _refuse_nonfinite(lm, call, batch.padding if call.part == "encoder" else rows)
+        take(call)
+
+    with torch.no_grad(), watched(model, take_finite) as calls:
         batch = encode(lm, text, target, padding_side)
+        rows = batch.padding if batch.target is None else batch.target.padding
         outputs = model(**batch.inputs)
-    if not calls:
+    if not seen:
         reason = (
             str(calls.unseen[0]) if calls.unseen else "it has none, or none by torch's own softmax"
         )
         raise ModelError(
             f"{type(model).__name__} computed no softmax attention that attnprobe can see: {reason}"
         )
-    rows = batch.padding if batch.target is None else batch.target.padding
-    cap = Capture(
+    output = output_of(outputs, model, rows).detach()
+    if not torch.isfinite(output[rows]).all():
+        raise _nonfinite(lm, "the model's output", output.dtype)
+    return Capture(
         lm=lm,
         texts=batch.texts,
         input_ids=batch.inputs["input_ids"],
         padding=batch.padding,
         words=batch.words,
-        calls=tuple(calls),
-        output=output_of(outputs, model, rows).detach(),
+        calls=(),
+        output=output,
         unseen=tuple(calls.unseen),
         inputs=batch.inputs,
         target=batch.target,
     )
-    _refuse_nonfinite(cap)
-    return cap
 
 
 def output_of(outputs: Any, model: nn.Module, padding: Tensor) -> Tensor:
@@ -110,23 +135,18 @@ def _refuse_autocast(model: nn.Module) -> None:
         )
 
 
-def _refuse_nonfinite(cap: Capture) -> None:
-    """Refuse NaN and infinity, in tokens' rows of what was computed; name the first bad weight."""
-    for call in cap.calls:
-        rows = cap.padding if call.part == "encoder" else cap.output_padding
-        by_row = {"query": call.query, "head output": call.head_output_model}
-        for what, tensor in by_row.items():
-            if tensor is None or torch.isfinite(tensor).all():
-                continue
-            by_token = tensor.transpose(1, 2) if what == "query" else tensor
-            if by_token.shape[:2] != rows.shape or not torch.isfinite(by_token[rows]).all():
-                raise _nonfinite(cap.lm, f"layer {call.layer}: the {what}", call.dtype)
-    if not torch.isfinite(cap.output[cap.output_padding]).all():
-        raise _nonfinite(cap.lm, "the model's output", cap.output.dtype)
+def _refuse_nonfinite(lm: LanguageModel, call: AttentionCall, rows: Tensor) -> None:
+    """Refuse NaN and infinity in what was computed for tokens; name the first bad weight."""
+    by_row = {"query": call.query, "head output": call.head_output_model}
+    for what, tensor in by_row.items():
+        if tensor is None or torch.isfinite(tensor).all():
+            continue
+        by_token = tensor.transpose(1, 2) if what == "query" else tensor
+        if by_token.shape[:2] != rows.shape or not torch.isfinite(by_token[rows]).all():
+            raise _nonfinite(lm, f"layer {call.layer}: the {what}", call.dtype)
 
 
-def _nonfinite(lm: LanguageModel | None, where: str, dtype: torch.dtype) -> NonFiniteError:
-    assert lm is not None
+def _nonfinite(lm: LanguageModel, where: str, dtype: torch.dtype) -> NonFiniteError:
     for name, parameter in lm.model.named_parameters():
         if parameter.is_meta:  # offloaded: not here to be looked at
             continue

@@ -103,7 +103,7 @@ def verify(
         from attnprobe.verification import verify
 
         with progress() as show:
-            report = verify(cap, names, progress=show)
+            report = verify(cap, checks=names, progress=show)
         if out is not None:
             printing.write(out, printing.report_page(report, text, target))
         if as_json:

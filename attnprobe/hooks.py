@@ -67,8 +67,15 @@ def probe(lm: object) -> Iterator[Calls]:
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[Calls]:
-    """As `probe`, for a bare model."""
+def watched(
+    model: nn.Module, take: Callable[[AttentionCall], None] | None = None
+) -> Iterator[Calls]:
+    """As `probe`, for a bare model.
+
+    Args:
+        model: the model.
+        take: gets each call when it is complete, while the model runs on, and none is kept then.
+    """
     _refuse_compiled(model)
     calls = Calls()
     places: list[tuple[nn.Module, int]] = []  # calls whose module has not returned yet
@@ -92,9 +99,20 @@ def watched(model: nn.Module) -> Iterator[Calls]:
             if seen is module and isinstance(first, Tensor):
                 calls[at] = replace(calls[at], attention_output=first.detach())
         places[:] = [place for place in places if place[0] is not module]
+        if not places:
+            hand_over()
 
-    with _intercept(Interception(model, watch, leave, unseen=calls.unseen)):
+    def hand_over() -> None:
+        if take is not None:
+            with interception.following.paused():
+                for call in calls:
+                    take(call)
+            calls.clear()
+
+    interception = Interception(model, watch, leave, unseen=calls.unseen)
+    with _intercept(interception):
         yield calls
+    hand_over()  # of modules that were run past their hooks
 
 
 @contextmanager

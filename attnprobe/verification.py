@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnprobe.basis import basis_of
 from attnprobe.caches import cache_rows
-from attnprobe.capturing import output_of
+from attnprobe.capturing import Texts, forward, output_of
 from attnprobe.checks import BY_CALL, rows_left_out
 from attnprobe.errors import InputError
 from attnprobe.hooks import replaced
-from attnprobe.records import AttentionCall, Calls, Capture, UnseenAttention
+from attnprobe.models import as_language_model
+from attnprobe.records import AttentionCall, Calls, Capture, LanguageModel, UnseenAttention
 from attnprobe.report import Row, VerificationReport
 
 CHECKS = ("projection", "cache", "mask", "weights", "output", "merge", "logits")
@@ -35,9 +37,12 @@ Progress = Callable[[str, int, int], None]
 
 
 def verify(
-    cap: Capture | Calls,
-    checks: Sequence[str] | None = None,
+    what: object,
+    text: Texts | None = None,
     *,
+    checks: Sequence[str] | None = None,
+    target: Texts | None = None,
+    padding_side: Literal["left", "right"] | None = None,
     progress: Progress | None = None,
 ) -> VerificationReport:
     """Compare what the model computed with the formula, computed again in float64.
@@ -57,39 +62,140 @@ def verify(
     `attnprobe.formula`), but that of `logits` is probabilistic: see `_logits`.
 
     Args:
-        cap: what `capture` returned, or the calls that a `probe` yields: of a generation, every
-            step; without the `logits` check. A slice of them does as well.
+        what: what `capture` returned; or the calls that a `probe` yields: of a generation, every
+            step; without the `logits` check. A slice of them does as well. Or a model, as `capture`
+            takes it, which is then run on `text`: each layer is checked as soon as it has run, and
+            nothing of it is kept.
+        text, target, padding_side: of a model, as for `capture`.
         checks: some of the names above; all of them by default.
         progress: called as `progress(label, done, total)` after each layer.
 
     Raises:
-        InputError: a name in `checks` that is none of the above; no capture, or no calls; a plain
-            list of calls, which no longer says what was not seen.
+        InputError: a name in `checks` that is none of the above; neither a capture, calls, nor a
+            model with its text; a plain list of calls, which no longer says what was not seen; of
+            a model, what `capture` refuses.
+        ModelError, NonFiniteError: as `capture`.
     """
+    found = _Found(_chosen(checks), progress)
+    if isinstance(what, Capture | list) or not _is_model(what):
+        if not (text is target is padding_side is None):
+            raise InputError("text, target and padding_side go with a model, not with its capture")
+        calls = what.calls if isinstance(what, Capture) else _calls(what)
+        found.expected = len(calls)
+        for call in calls:
+            found.take(call)
+        if isinstance(what, Capture):
+            return _of_capture(found, what)
+        if "cache" in found.checks:
+            found.rows += _cache(calls, asked=checks is not None)
+        reason = "a probe's calls hold no logits: capture one forward"
+        return found.report(_calls(what).unseen, lambda: Row("logits", None, None, reason=reason))
+    lm = as_language_model(what)
+    if text is None:
+        raise InputError("expected a text for the model to run on: verify(lm, text)")
+    found.expected = _layers_of(lm)
+    return _of_capture(found, forward(lm, text, target, padding_side, found.take))
+
+
+def _is_model(what: object) -> bool:
+    """Whether this is what `capture` takes for a model, or a name that may be loaded as one."""
+    pair = isinstance(what, tuple) and any(isinstance(one, nn.Module) for one in what)
+    return pair or isinstance(what, LanguageModel | nn.Module | str)
+
+
+def _chosen(checks: Sequence[str] | None) -> tuple[str, ...]:
     if isinstance(checks, str) or not isinstance(checks, Sequence | None):
         raise InputError(f"expected a list of checks, got {checks!r}")
-    checks = CHECKS if checks is None else tuple(checks)
-    unknown = [name for name in checks if name not in CHECKS]
-    if unknown or not checks:
+    chosen = CHECKS if checks is None else tuple(checks)
+    unknown = [name for name in chosen if name not in CHECKS]
+    if unknown or not chosen:
         raise InputError(f"unknown check {unknown}; the checks are {', '.join(CHECKS)}")
-    if isinstance(cap, Capture):
-        logits = functools.partial(_logits, cap)
-        report = _compared(cap.calls, cap.unseen, checks, logits, progress)
-        return replace(
-            report,
-            model=cap.lm.name if cap.lm is not None else "",
-            texts=len(cap),
-            tokens=int(cap.padding.sum()),
-            model_layers=_layers_of(cap),
+    return chosen
+
+
+def _of_capture(found: _Found, cap: Capture) -> VerificationReport:
+    """The report of a whole forward, whose calls `found` has taken."""
+    if "cache" in found.checks and found.checks is not CHECKS:
+        found.rows += _cache((), asked=True)
+    report = found.report(cap.unseen, functools.partial(_logits, cap, found.unheld))
+    return replace(
+        report,
+        model=cap.lm.name if cap.lm is not None else "",
+        texts=len(cap),
+        tokens=int(cap.padding.sum()),
+        model_layers=_layers_of(cap.lm) if cap.target is None else None,
+    )
+
+
+@dataclass(eq=False)
+class _Found:
+    """What the checks have found so far, call by call."""
+
+    checks: tuple[str, ...]
+    progress: Progress | None
+    expected: int | None = None  # calls, where that is known
+    rows: list[Row] = field(default_factory=list)
+    kernels: dict[str, None] = field(default_factory=dict)  # in the order of the calls
+    dtypes: dict[str, None] = field(default_factory=dict)
+    steps: set[int] = field(default_factory=set)
+    first: tuple[int, str] | None = None  # layer and part of the first call
+    taken: int = 0
+    texts: int = 0
+    tokens: int = 0
+    left_out: int = 0
+    unheld: str = ""
+
+    def take(self, call: AttentionCall) -> None:
+        """Make the checks of a call."""
+        for name in self.checks:
+            if name in BY_CALL:
+                rows = (replace(row, part=call.part) for row in BY_CALL[name](call))
+                self.rows += [_in_step(row, call.step) for row in rows]
+        self.kernels[call.kernel] = self.dtypes[_name(call.dtype)] = None
+        self.steps.add(call.step)
+        if self.first is None:
+            self.first, self.texts = (call.layer, call.part), len(call.query)
+        if self.first == (call.layer, call.part):
+            self.tokens += _tokens(call)
+        self.left_out += rows_left_out(call)
+        self.unheld = self.unheld or basis_of(call).unheld
+        self._show(f"layer {call.layer}")
+
+    def report(
+        self, unseen: Sequence[UnseenAttention], logits: Callable[[], Row]
+    ) -> VerificationReport:
+        """What came of it all."""
+        if "output" in self.checks:
+            self.rows += [
+                Row("output", one.layer, None, reason=str(one), part=one.part) for one in unseen
+            ]
+        if "logits" in self.checks:
+            self.rows.append(logits())
+            self.expected = None
+            self._show("logits")
+        self.rows.sort(key=lambda row: CHECKS.index(row.check))  # stable: layers stay in order
+        return VerificationReport(
+            rows=tuple(self.rows),
+            model="a probe's calls",
+            kernel=", ".join(self.kernels),
+            dtype=", ".join(self.dtypes),
+            texts=self.texts,
+            tokens=self.tokens,
+            rows_left_out=self.left_out,
+            steps=len(self.steps),
         )
-    calls = _calls(cap)
-    none = Row("logits", None, None, reason="a probe's calls hold no logits: capture one forward")
-    return _compared(calls, calls.unseen, checks, lambda: none, progress)
+
+    def _show(self, label: str) -> None:
+        self.taken += 1
+        if self.progress:
+            more = self.expected is not None and "logits" in self.checks
+            total = max(self.taken, (self.expected or 0) + more)
+            self.progress(label, self.taken, total)
 
 
 def _calls(given: object) -> Calls:
     """The calls that a probe yielded, with what it did not see."""
-    expected = "expected a capture, what ap.capture returns, or the calls of a probe"
+    expected = "expected a capture, what ap.capture returns, the calls of a probe, or a model"
     if not isinstance(given, list | tuple):
         raise InputError(f"{expected}; got {type(given).__name__}")
     if not given or not all(isinstance(one, AttentionCall) for one in given):
@@ -100,52 +206,6 @@ def _calls(given: object) -> Calls:
             "attention was not seen: give what the probe yielded, or a slice of it"
         )
     return given
-
-
-def _compared(
-    calls: Sequence[AttentionCall],
-    unseen: Sequence[UnseenAttention],
-    checks: Sequence[str],
-    logits: Callable[[], Row],
-    progress: Progress | None,
-) -> VerificationReport:
-    rows: list[Row] = []
-    left_out = 0
-    total = len(calls) + ("logits" in checks)
-    for number, call in enumerate(calls):
-        own = [
-            replace(row, part=call.part)
-            for name in checks
-            if name in BY_CALL
-            for row in BY_CALL[name](call)
-        ]
-        rows += [_in_step(row, call.step) for row in own] if calls[-1].step else own
-        left_out += rows_left_out(call)
-        if progress:
-            progress(f"layer {call.layer}", number + 1, total)
-    if "cache" in checks:
-        rows += _cache(calls, asked=checks is not CHECKS)
-    rows += [
-        Row("output", one.layer, None, reason=str(one), part=one.part)
-        for one in unseen
-        if "output" in checks
-    ]
-    if "logits" in checks:
-        rows.append(logits())
-        if progress:
-            progress("logits", total, total)
-    rows.sort(key=lambda row: CHECKS.index(row.check))  # stable: layers stay in order
-    first = [call for call in calls if (call.layer, call.part) == (calls[0].layer, calls[0].part)]
-    return VerificationReport(
-        rows=tuple(rows),
-        model="a probe's calls",
-        kernel=", ".join(dict.fromkeys(call.kernel for call in calls)),
-        dtype=", ".join(dict.fromkeys(_name(call.dtype) for call in calls)),
-        texts=calls[0].query.shape[0],
-        tokens=sum(_tokens(call) for call in first),
-        rows_left_out=left_out,
-        steps=len({call.step for call in calls}),
-    )
 
 
 def _cache(calls: Sequence[AttentionCall], *, asked: bool) -> list[Row]:
@@ -166,13 +226,13 @@ def _tokens(call: AttentionCall) -> int:
 
 
 def _in_step(row: Row, step: int) -> Row:
-    """A row of one of several forwards: a mismatch says of which."""
-    if row.verdict != "mismatch":
+    """A row of a forward after the first: a mismatch says of which."""
+    if row.verdict != "mismatch" or not step:
         return row
     return replace(row, reason=f"in step {step}: {row.reason}" if row.reason else f"in step {step}")
 
 
-def _logits(cap: Capture) -> Row:
+def _logits(cap: Capture, unheld: str) -> Row:
     """The model run with the formula in place of every attention, against the logits it gave.
 
     How much may they differ? The two runs differ in nothing but each attention's output, and there
@@ -195,9 +255,7 @@ def _logits(cap: Capture) -> Row:
         return Row("logits", None, None, reason="the capture has no model with it")
     if cap.part:
         return Row("logits", None, None, reason=f"this is the {cap.part} alone: verify the whole")
-    reason = next(filter(None, (basis_of(call).unheld for call in cap.calls)), "")
-    if cap.unseen:
-        reason = str(cap.unseen[0])
+    reason = str(cap.unseen[0]) if cap.unseen else unheld
     if reason:
         return Row("logits", None, None, reason=reason)
     generator = torch.Generator().manual_seed(0)
@@ -272,13 +330,9 @@ def _moved(call: AttentionCall, generator: torch.Generator) -> Tensor:
     return torch.cat(parts, dim=2).transpose(1, 2)  # (B, T, H, Dv)
 
 
-def _layers_of(cap: Capture) -> int | None:
-    """How many layers the config speaks of, attention in them or not; of one half of an
-    encoder-decoder it speaks alone."""
-    if cap.target is not None:
-        return None
-    config = getattr(cap.lm.model, "config", None) if cap.lm is not None else None
-    layers = getattr(config, "num_hidden_layers", None)
+def _layers_of(lm: LanguageModel | None) -> int | None:
+    """How many layers the config speaks of, attention in them or not."""
+    layers = getattr(getattr(lm and lm.model, "config", None), "num_hidden_layers", None)
     return layers if isinstance(layers, int) else None
 
 

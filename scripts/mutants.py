@@ -57,7 +57,7 @@ def found(mutant: Mutant, kind: Kind, model: nn.Module, seed: int) -> Found:
     """Run a kind's model with a mutant, capture and verify it."""
     with installed(mutant, kind, model, seed):
         cap = captured(kind, model, seed)
-    report = verify(cap, CHECKS if mutant is UNCHANGED else TELLING[mutant.place])
+    report = verify(cap, checks=CHECKS if mutant is UNCHANGED else TELLING[mutant.place])
     bad = [row for row in report.rows if row.verdict == "mismatch"]
     compared = bad or [row for row in report.rows if row.verdict != "not_checked"]
     ratios = [row.ratio for row in compared if row.check != "mask" and math.isfinite(row.ratio)]

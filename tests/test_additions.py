@@ -108,7 +108,7 @@ def test_mask_and_bias_are_verified(kind, kernel, dtype):
         cap = captured(model, side)
         assert any(call.expected_terms.bias is not None for call in cap.calls)
         assert all(call.bias_known for call in cap.calls)
-        report = ap.verify(cap, ["mask", "output"])
+        report = ap.verify(cap, checks=["mask", "output"])
         assert verdicts(report, "mask") == {"verified"}, report
         assert "mismatch" not in verdicts(report, "output"), report
         assert report.passed or dtype != torch.float32, report
@@ -144,7 +144,7 @@ def test_slopes_and_positions_that_a_model_rounds_are_within_their_unit(kind, dt
     basis = basis_of(cap.calls[0])
     exact = cap.calls[0].expected_terms.bias.rows(0, 290, 290).expand(2, 12, 290, 290)
     assert not torch.equal(basis.added.double().expand_as(exact)[0, :, -1], exact[0, :, -1])
-    report = ap.verify(cap, ["mask", "output"])
+    report = ap.verify(cap, checks=["mask", "output"])
     assert verdicts(report, "mask") == {"verified"}, report
     assert "mismatch" not in verdicts(report, "output"), report
     # The long text's scores are in the hundreds: own code in half precision may round them away.
@@ -161,7 +161,7 @@ def test_each_step_over_a_cache_is_verified(kind, kernel, beams):
         model.generate(ids, attention_mask=(ids != 2).long(), **options)
     assert len({call.step for call in calls}) == 4 + (kind in PAIRS)  # an encoder goes first
     assert any(call.first_key for call in calls)
-    report = ap.verify(calls, ["mask", "output"])
+    report = ap.verify(calls, checks=["mask", "output"])
     assert report.passed, report
     assert verdicts(report, "mask") == {"verified"}
 
@@ -200,7 +200,7 @@ def test_another_alibi_is_a_mismatch(kind, mutant, dtype, monkeypatch):
     module, name = ALIBI_FUNCTIONS[kind]
     build, change = getattr(module, name), ALIBI_MUTANTS[mutant]
     monkeypatch.setattr(module, name, lambda *args, **rest: change(build(*args, **rest)))
-    report = ap.verify(captured(model), ["mask", "output"])
+    report = ap.verify(captured(model), checks=["mask", "output"])
     assert verdicts(report, "mask") == {"mismatch"}, report
     if (kind, mutant) != ("mpt", "one key on"):  # whole rows moved, which moves no weight
         assert "mismatch" in verdicts(report, "output")
@@ -272,7 +272,7 @@ def test_another_learned_bias_is_a_mismatch(kind, cls, kernel, mutant, dtype, mo
     model = made(kind, kernel, dtype)
     monkeypatch.setattr(cls, "compute_bias", mutant(cls.compute_bias))
     cap = captured(model)
-    report = ap.verify(cap, ["mask", "output"])
+    report = ap.verify(cap, checks=["mask", "output"])
     wrong = {(row.part, row.layer) for row in report.rows if row.verdict == "mismatch"}
     assert {row.part for row in report.rows} == {"encoder", "decoder", "cross"}
     assert {part for part, _ in wrong} == {"encoder", "decoder"}  # cross attention has none
@@ -299,7 +299,7 @@ def test_the_bias_of_the_other_stack_is_a_mismatch(kernel, dtype, monkeypatch):
             self.relative_attention_bias = own
 
     monkeypatch.setattr(T5Attention, "compute_bias", of_the_encoder)
-    report = ap.verify(captured(model), ["mask", "output"])
+    report = ap.verify(captured(model), checks=["mask", "output"])
     assert {row.part for row in report.rows if row.verdict == "mismatch"} == {"decoder"}
     assert {row.layer for row in report.rows if row.verdict == "mismatch"} == {0, 1}
 
@@ -309,7 +309,7 @@ def test_the_bias_of_another_layer_is_a_mismatch(dtype, monkeypatch):
     model = made("umt5", "sdpa", dtype)
     layers = [block.layer[0].SelfAttention for block in model.encoder.block]
     layers[1].compute_bias = layers[0].compute_bias
-    report = ap.verify(captured(model), ["mask", "output"])
+    report = ap.verify(captured(model), checks=["mask", "output"])
     wrong = {(row.part, row.layer) for row in report.rows if row.verdict == "mismatch"}
     assert wrong == {("encoder", 1)}
 
@@ -320,7 +320,7 @@ def test_a_cache_that_the_bias_forgets_is_a_mismatch(dtype, monkeypatch):
     monkeypatch.setattr(T5Attention, "compute_bias", without_cache(T5Attention.compute_bias))
     with ap.probe(model) as calls:
         model.generate(torch.tensor(TEXTS[:1]), max_new_tokens=3, do_sample=False)
-    report = ap.verify(calls, ["mask"])
+    report = ap.verify(calls, checks=["mask"])
     wrong = [row for row in report.rows if row.verdict == "mismatch"]
     assert {row.part for row in wrong} == {"decoder"}
     assert all(row.reason.startswith(("in step 2", "in step 3")) for row in wrong)
@@ -341,7 +341,7 @@ def test_another_bias_of_mpnets_is_a_mismatch(change, dtype, monkeypatch):
             "relative_position_bucket",
             staticmethod(lambda n, **rest: buckets(changed(n), **rest)),
         )
-    report = ap.verify(captured(made("mpnet", dtype=dtype)), ["mask", "output"])
+    report = ap.verify(captured(made("mpnet", dtype=dtype)), checks=["mask", "output"])
     assert verdicts(report, "mask") == {"mismatch"}
     assert "mismatch" in verdicts(report, "output")
 
@@ -352,7 +352,7 @@ def test_a_lost_mask_is_found_beside_a_right_bias(monkeypatch):
 
     model = made("t5", "sdpa")
     model.get_encoder().register_forward_pre_hook(forget, with_kwargs=True)
-    report = ap.verify(captured(model), ["mask"])
+    report = ap.verify(captured(model), checks=["mask"])
     wrong = [row for row in report.rows if row.verdict == "mismatch"]
     assert {row.part for row in wrong} == {"encoder"}
     assert "mask entries differ from the rule, first at query 0, key 8" in wrong[0].reason
@@ -362,7 +362,7 @@ def test_a_lost_mask_is_found_beside_a_right_bias(monkeypatch):
 def test_a_reason_says_where_and_by_how_much(dtype):
     # transformers' eager Falcon adds ALiBi twice: to the scores, and within the mask. Under sdpa
     # the same model adds it once, as Falcon was trained: (q·k + slope·position) / √d_k.
-    report = ap.verify(captured(made("falcon", "eager", dtype)), ["mask", "output"])
+    report = ap.verify(captured(made("falcon", "eager", dtype)), checks=["mask", "output"])
     assert report.verdict == "mismatch"
     twice, once = 2 * 2**-2 / math.sqrt(10), 2**-2 / math.sqrt(10)
     reason = next(row.reason for row in report.rows if row.check == "mask")
@@ -377,10 +377,10 @@ def test_mpt_is_held_to_its_config():
     cls, config = MADE["mpt"]()
     for name, value in (("alibi_bias_max", 4), ("alibi", False)):
         changed = MptConfig(**{**config.to_dict(), "attn_config": {name: value}})
-        report = ap.verify(captured(made((cls, changed))), ["mask"])
+        report = ap.verify(captured(made((cls, changed))), checks=["mask"])
         assert verdicts(report, "mask") == {"mismatch"}
     scaled = MptConfig(**{**config.to_dict(), "attn_config": {"softmax_scale": 0.1}})
-    assert ap.verify(captured(made((cls, scaled))), ["mask", "output"]).passed
+    assert ap.verify(captured(made((cls, scaled))), checks=["mask", "output"]).passed
 
 
 def test_an_encoder_alone_is_verified():
@@ -443,7 +443,7 @@ def test_a_bias_whose_weights_are_not_at_hand_is_taken_and_said_so(way):
 
         cpu_offload(model, execution_device="cpu")
         cap = captured(model)
-    report = ap.verify(cap, ["mask", "output"])
+    report = ap.verify(cap, checks=["mask", "output"])
     assert report.passed
     reasons = {row.part: row.reason for row in report.rows if row.check == "mask"}
     assert "weights are offloaded or adapted" in reasons["encoder"]

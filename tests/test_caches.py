@@ -111,7 +111,7 @@ DAMAGE = [
 )
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_a_damaged_cache_is_found_with_its_layer_and_step(kind, options, damage):
-    report = ap.verify(written(small(kind), damage, **options), ["cache"])
+    report = ap.verify(written(small(kind), damage, **options), checks=["cache"])
     rows = [row for row in report.rows if row.verdict == "mismatch"]
     assert {row.layer for row in rows} == {1}
     assert len(rows) == 1  # the steps after it go on from what the damaged one had
@@ -122,7 +122,7 @@ def test_a_damaged_cache_is_found_with_its_layer_and_step(kind, options, damage)
 
 
 def test_the_place_and_the_size_of_a_difference():
-    row = ap.verify(written(small("llama"), one_number_of_a_value), ["cache"]).worst
+    row = ap.verify(written(small("llama"), one_number_of_a_value), checks=["cache"]).worst
     assert row.reason == (
         f"in step {STEP}: not the values of step {STEP - 1}, first in text 1, key head 2, at key 1"
     )
@@ -131,7 +131,7 @@ def test_the_place_and_the_size_of_a_difference():
 
 
 def test_keys_and_values_have_to_be_of_the_same_texts():
-    report = ap.verify(written(small("llama"), keys_alone_of_another_text), ["cache"])
+    report = ap.verify(written(small("llama"), keys_alone_of_another_text), checks=["cache"])
     assert wrong("cache", report) == {("", 0), ("", 1)}
 
 
@@ -153,7 +153,7 @@ def emptied(layers):
 def test_tokens_that_are_gone_though_no_window_moved_on_are_found(damage):
     calls = written(small("llama"), damage, attention_mask=torch.ones_like(IDS))
     assert wrong("cache", ap.verify(calls)) >= {("", 1)}
-    row = next(row for row in ap.verify(calls, ["cache"]).rows if row.verdict == "mismatch")
+    row = next(row for row in ap.verify(calls, checks=["cache"]).rows if row.verdict == "mismatch")
     assert "have left the cache, and some are still to be seen" in row.reason
 
 
@@ -173,7 +173,7 @@ def test_a_window_that_moves_on_too_soon_is_found():
     call = calls[5]
     assert (call.layer, call.first_key, call.key.shape[2]) == (1, 4, 5)
     calls[5] = replace(call, key=call.key[:, :, 1:], value=call.value[:, :, 1:], first_key=3)
-    report = ap.verify(calls, ["cache"])
+    report = ap.verify(calls, checks=["cache"])
     assert wrong("cache", report) == {("", 1)}
 
 
@@ -192,7 +192,7 @@ def test_damage_in_place_reaches_into_the_calls_and_is_never_verified():
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("kind", ["self", "cross"])
 def test_damage_in_an_encoder_decoder(kind, damage):
-    report = ap.verify(written(made(bart), damage, kind), ["cache"])
+    report = ap.verify(written(made(bart), damage, kind), checks=["cache"])
     part = {"self": "decoder", "cross": "cross"}[kind]
     assert wrong("cache", report) == {(part, 1)}
 
@@ -201,7 +201,7 @@ def test_cross_attention_of_a_type_that_is_not_known_is_no_mismatch():
     calls = written(made(lambda: t5(num_decoder_layers=2)), one_off, "cross")
     for call in calls:
         vars(call)["facts_known"] = False
-    report = ap.verify(calls, ["cache", "output"])
+    report = ap.verify(calls, checks=["cache", "output"])
     assert report.verdict == "verified"
     assert (
         "cache in 1 of 16 (whether the keys are the encoder's alone is not known" in report.summary
@@ -223,7 +223,7 @@ def test_cross_attention_of_a_type_that_is_not_known_is_no_mismatch():
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_a_right_cache_is_verified_in_every_step_and_layer(kind, cache, options):
     calls = generated(small(kind), cache_implementation=cache, **options)
-    report = ap.verify(calls, ["cache"])
+    report = ap.verify(calls, checks=["cache"])
     assert verdicts(report, "cache") == {"verified"}
     assert len(report.rows) == 2 * (report.steps - 1)
     assert {row.error for row in report.rows} == {0.0}
@@ -233,7 +233,7 @@ def test_a_right_cache_is_verified_in_every_step_and_layer(kind, cache, options)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
 def test_an_encoder_decoders_caches(kind, options):
     calls = written(made(kind), lambda _: None, **options)
-    report = ap.verify(calls, ["cache"])
+    report = ap.verify(calls, checks=["cache"])
     assert verdicts(report, "cache") == {"verified"}
     layers = {(call.part, call.layer) for call in calls} - {("encoder", 0), ("encoder", 1)}
     assert len(report.rows) == 4 * len(layers)  # five forwards of the decoder
@@ -248,7 +248,7 @@ def test_the_order_of_beams_is_the_one_that_was_asked_for(monkeypatch):
 
     monkeypatch.setattr(DynamicCache, "reorder_cache", reorder)
     calls = generated(small("llama"), num_beams=3, max_new_tokens=9)
-    notes = [row.reason for row in ap.verify(calls, ["cache"]).rows if row.layer == 1]
+    notes = [row.reason for row in ap.verify(calls, checks=["cache"]).rows if row.layer == 1]
     said = [
         [int(one) for one in note.split("from ")[1].split(" of")[0].split(", ")] if note else None
         for note in notes
@@ -302,7 +302,7 @@ def test_two_caches_that_take_turns_are_told_apart():
             for cache, ids in zip(caches, IDS, strict=True):
                 model(ids[None, part], cache=cache, use_cache=True)
     assert [call.cache.number for call in calls if call.layer == 0] == [0, 1] * 3
-    report = ap.verify(calls, ["cache", "mask", "output"])
+    report = ap.verify(calls, checks=["cache", "mask", "output"])
     assert report.passed, report
     assert verdicts(report, "cache") == {"verified"}
 
@@ -311,11 +311,11 @@ def test_what_came_before_the_calls_is_said_not_to_be_checked():
     calls = generated(small("llama"))
     some = calls[2:]
     assert type(some) is type(calls)
-    rows = [row.verdict for row in ap.verify(some, ["cache"]).rows]
+    rows = [row.verdict for row in ap.verify(some, checks=["cache"]).rows]
     assert rows == ["not_checked"] * 2 + ["verified"] * 4
     gap = calls[:2]
     gap.extend(calls[4:])  # without step 1
-    rows = [row.verdict for row in ap.verify(gap, ["cache"]).rows]
+    rows = [row.verdict for row in ap.verify(gap, checks=["cache"]).rows]
     assert rows == ["not_checked"] * 2 + ["verified"] * 2
 
 
@@ -336,7 +336,7 @@ def test_a_window_that_is_not_known_leaves_what_left_the_cache_unchecked():
     calls = generated(small("mistral"))
     for call in calls:
         vars(call)["facts_known"] = False
-    report = ap.verify(calls, ["cache"])
+    report = ap.verify(calls, checks=["cache"])
     assert {row.reason for row in report.rows} == {
         f"{gone} tokens have left the cache, and how far this layer looks back is not known"
         for gone in (3, 4, 5)
@@ -346,7 +346,7 @@ def test_a_window_that_is_not_known_leaves_what_left_the_cache_unchecked():
 def test_where_no_cache_goes_on_the_check_is_left_out_unless_asked_for(gpt2):
     cap = ap.capture(gpt2(), [5, 17, 23])
     assert not [row for row in ap.verify(cap).rows if row.check == "cache"]
-    [row] = ap.verify(cap, ["cache"]).rows
+    [row] = ap.verify(cap, checks=["cache"]).rows
     assert row.verdict == "not_checked"
     assert row.reason == "no forward here goes on from a cache"
     calls = generated(small("llama"), use_cache=False)
@@ -357,7 +357,7 @@ def test_nothing_is_copied():
     calls = generated(small("llama"))
     held = {tensor.data_ptr() for call in calls for tensor in (call.key, call.value)}
     before = [(call.key.clone(), call.value.clone()) for call in calls]
-    ap.verify(calls, ["cache"])
+    ap.verify(calls, checks=["cache"])
     assert {t.data_ptr() for call in calls for t in (call.key, call.value)} == held
     for call, (key, value) in zip(calls, before, strict=True):
         assert torch.equal(call.key, key)

@@ -238,7 +238,7 @@ def test_a_patch_appears_in_the_capture(grouped, name):
     for position in range(11):
         want = theirs if position in (3, 8) else own
         assert torch.equal(got[position], want[position])
-    assert ap.verify(cap, ["output"]).passed == (name != "head_output")
+    assert ap.verify(cap, checks=["output"]).passed == (name != "head_output")
 
 
 def test_a_patch_of_a_key_reaches_all_heads_that_it_serves(grouped):
@@ -385,7 +385,7 @@ def test_half_precision_is_rounded_once(gpt2):
     with ap.edit(model, kernel="formula"):
         cap = ap.capture(model, IDS)
     assert cap.calls[2].head_output_model.dtype == torch.bfloat16
-    assert ap.verify(cap, ["output"]).passed
+    assert ap.verify(cap, checks=["output"]).passed
 
 
 def test_a_backward_pass_is_refused_not_wrong(gpt2):

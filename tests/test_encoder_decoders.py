@@ -80,7 +80,9 @@ def test_every_check_of_the_whole(kind, kernel):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", [t5, bart])
 def test_half_precision(kind, dtype):
-    report = ap.verify(ap.capture(made(kind, dtype=dtype), SOURCES, target=TARGETS), ["output"])
+    report = ap.verify(
+        ap.capture(made(kind, dtype=dtype), SOURCES, target=TARGETS), checks=["output"]
+    )
     assert report.verdict != "mismatch", report
 
 
@@ -127,7 +129,7 @@ def test_a_parts_weights_are_the_models_own(kind, part):
     assert (ap.weights(cap, 1).triu(1).sum() > 0.1) == (part == "encoder")
     assert len(ap.head_stats(cap)) == cap.layers * cap.calls[0].heads
     assert ap.verify(cap).passed
-    assert f"this is the {part} alone" in str(ap.verify(cap, ["logits"]))
+    assert f"this is the {part} alone" in str(ap.verify(cap, checks=["logits"]))
 
 
 VIEWS = {
@@ -251,7 +253,7 @@ def test_attention_that_was_not_seen_is_of_one_part(part):
     model.get_submodule(name).forward = lambda hidden, *args, **kwargs: (hidden, None)
     cap = ap.capture(model, SOURCES, target=TARGETS)
     assert [(one.part, one.layer, one.name) for one in cap.unseen] == [(part, 1, name)]
-    frame = ap.verify(cap, ["output"]).to_frame()
+    frame = ap.verify(cap, checks=["output"]).to_frame()
     row = frame[frame.verdict == "not_checked"]
     assert (row.part.item(), row.layer.item()) == (part, 1)
     parts = {"encoder": 2, "decoder": 3, "cross": 3}
@@ -259,7 +261,7 @@ def test_attention_that_was_not_seen_is_of_one_part(part):
         own = getattr(cap, other)
         assert own.layers == layers
         assert len(own.unseen) == (other == part)
-        assert ap.verify(own, ["output"]).passed == (other != part)
+        assert ap.verify(own, checks=["output"]).passed == (other != part)
         if other != part:
             assert ap.weights(own, 1).shape[0] == own.call(1).heads
     with pytest.raises(ap.InputError, match=rf"layer 1: {name} computed its attention unseen"):

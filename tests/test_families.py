@@ -65,5 +65,5 @@ def test_a_known_type_is_verified(kind, kernel):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_known_type_is_verified_in_half_precision(kind, dtype):
-    report = ap.verify(ap.capture(small(kind, dtype=dtype), TEXTS), ["mask", "output"])
+    report = ap.verify(ap.capture(small(kind, dtype=dtype), TEXTS), checks=["mask", "output"])
     assert report.passed, report

@@ -68,7 +68,7 @@ def test_half_precision(kind, dtype):
     model = small("causal", kind).to(dtype)
     cap = ap.capture(model, texts())
     assert {call.dtype for call in cap.calls} == {dtype}
-    report = ap.verify(cap, ["weights", "output"])
+    report = ap.verify(cap, checks=["weights", "output"])
     assert "mismatch" not in {row.verdict for row in report.rows}
     assert "verified" in {row.verdict for row in report.rows if row.check == "weights"}
 
@@ -97,7 +97,7 @@ def test_falcon_with_alibi_scales_its_bias_too(dtype, kernel, times):
     torch.testing.assert_close(added, times * want, rtol=1e-2, atol=1e-4)
     rebuilt = cap.calls[1].expected_terms.bias.rows(0, 11, 11)
     torch.testing.assert_close(rebuilt[0], want)
-    verdicts = {row.verdict for row in ap.verify(cap, ["mask", "output"]).rows}
+    verdicts = {row.verdict for row in ap.verify(cap, checks=["mask", "output"]).rows}
     assert ("mismatch" in verdicts) == (times == 2)
 
 
@@ -531,7 +531,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_of_a_followed_call_is_found(neox, name):
     calls = (neox.calls[0], MUTANTS[name](neox.calls[1]))
-    report = ap.verify(replace(neox, calls=calls), ["mask", "weights", "output"])
+    report = ap.verify(replace(neox, calls=calls), checks=["mask", "weights", "output"])
     bad = {(row.layer, row.check) for row in report.rows if row.verdict == "mismatch"}
     assert bad
     assert {layer for layer, _ in bad} == {1}
@@ -555,7 +555,7 @@ def test_a_damaged_model_of_a_known_type_is_found(monkeypatch, damage):
     monkeypatch.setattr(attention, "forward", damaged)
     cap = ap.capture(model, texts())
     monkeypatch.undo()
-    report = ap.verify(cap, ["mask", "weights", "output"])
+    report = ap.verify(cap, checks=["mask", "weights", "output"])
     assert report.verdict == "mismatch"
 
 

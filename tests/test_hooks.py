@@ -184,7 +184,7 @@ def test_a_users_own_kernel_of_any_signature(gpt2):
     try:
         model = gpt2()
         model.config._attn_implementation = "users_own"
-        assert ap.verify(ap.capture(model, IDS[0]), ["output"]).passed
+        assert ap.verify(ap.capture(model, IDS[0]), checks=["output"]).passed
     finally:
         del AttentionInterface._global_mapping["users_own"]
 
@@ -210,7 +210,7 @@ def test_key_heads_and_windows_of_other_families():
     )
     cap = ap.capture(LlamaForCausalLM(config).eval(), IDS)
     assert cap.calls[0].key.shape == (2, 3, 7, 10)
-    assert ap.verify(cap, ["mask", "output", "logits"]).passed
+    assert ap.verify(cap, checks=["mask", "output", "logits"]).passed
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -31,7 +31,7 @@ def test_what_is_true_of_each_kind_is_what_attnprobe_knows():
     for kind in KINDS:
         assert kind.facts == (kind.type in KNOWN_TYPES), kind.name
         cap = captured(kind, made(kind, "eager", torch.float32, 0), 0)
-        verdicts = {row.verdict for row in ap.verify(cap, ["projection"]).rows}
+        verdicts = {row.verdict for row in ap.verify(cap, checks=["projection"]).rows}
         assert kind.projected == ("verified" in verdicts), kind.name
 
 

@@ -85,7 +85,7 @@ def attention(model, layer):
 
 
 def checked(cap, checks=("projection", "merge")):
-    report = ap.verify(cap, list(checks))
+    report = ap.verify(cap, checks=list(checks))
     return report.to_frame()
 
 
@@ -790,7 +790,7 @@ def test_key_heads_that_a_model_repeats_before_the_kernel(order, verdict):
             )
     cap = ap.capture(model, TEXTS)
     assert cap.calls[0].key.shape[1] == 6
-    report = ap.verify(cap, ["projection", "output"])
+    report = ap.verify(cap, checks=["projection", "output"])
     frame = report.to_frame()
     assert report.verdict == verdict
     assert set(frame[frame.check == "projection"].verdict) <= {"verified", verdict}

@@ -185,7 +185,7 @@ def test_models_with_a_cap_and_with_sinks_are_verified(make, dtype):
 def test_a_cap_that_the_model_forgets_to_pass_is_found(monkeypatch):
     model = gemma2()
     model.model.layers[1].self_attn.attn_logit_softcapping = None
-    report = ap.verify(ap.capture(model, IDS), ["output"])
+    report = ap.verify(ap.capture(model, IDS), checks=["output"])
     assert report.verdict == "mismatch"
     bad = [row for row in report.rows if row.verdict == "mismatch"]
     assert {row.layer for row in bad} == {1}
@@ -256,7 +256,7 @@ def test_weights_from_before_the_sinks_are_not_compared():
     call = cap.calls[0]
     plain = tiles(call.query, call.key, call.value, call.expected_mask, call.expected_scaling)
     before = replace(call, weights_model=torch.cat([tile.weights for tile in plain], 2).float())
-    report = ap.verify(replace(cap, calls=(before, cap.calls[1])), ["weights", "output"])
+    report = ap.verify(replace(cap, calls=(before, cap.calls[1])), checks=["weights", "output"])
     reasons = {row.layer: row.reason for row in report.rows if row.check == "weights"}
     assert "before its sinks take their share" in reasons[0]
     assert reasons[1] == ""

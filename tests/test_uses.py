@@ -105,7 +105,7 @@ def test_padding_that_generate_itself_forgets_is_found(monkeypatch, forgotten):
     monkeypatch.setattr(utils, "create_masks_for_generate", forgets)
     calls = generated(model, cache_implementation="static", attention_mask=MORE)
     lost = forgotten == "attention_mask"
-    report = ap.verify(calls, ["mask", "output"])
+    report = ap.verify(calls, checks=["mask", "output"])
     assert verdicts(report, "mask") == {"mismatch" if lost else "verified"}
     assert report.verdict == ("mismatch" if lost else "verified")
 
@@ -501,9 +501,9 @@ def test_the_calls_of_a_probe_are_verified(gpt2):
     assert report.summary.endswith("not checked: weights, logits")
     assert verdicts(report, "logits") == {"not_checked"}
     assert "a probe's calls hold no logits" in reasons(report, "logits").pop()
-    assert ap.verify(calls[3:], ["output"]).passed
-    whole = ap.verify(ap.capture(model, IDS), ["output", "mask"]).to_frame()
-    assert ap.verify(calls[:3], ["output", "mask"]).to_frame().equals(whole)
+    assert ap.verify(calls[3:], checks=["output"]).passed
+    whole = ap.verify(ap.capture(model, IDS), checks=["output", "mask"]).to_frame()
+    assert ap.verify(calls[:3], checks=["output", "mask"]).to_frame().equals(whole)
 
 
 def test_attention_that_a_probe_did_not_see_does_not_pass(gpt2):
@@ -516,7 +516,7 @@ def test_attention_that_a_probe_did_not_see_does_not_pass(gpt2):
     assert report.verdict == "not_checked"
     assert "transformer.h.1.attn computed its attention unseen" in report.summary
     for some in (calls[:1], calls[1:], calls[::-1]):  # what was not seen is of every part of them
-        report = ap.verify(some, ["output"])
+        report = ap.verify(some, checks=["output"])
         assert report.verdict == "not_checked"
         assert "transformer.h.1.attn computed its attention unseen" in report.summary
 
@@ -532,9 +532,9 @@ def test_a_plain_list_of_calls_is_refused(gpt2, plain):
 
 def test_padding_is_not_counted_among_the_tokens():
     calls = generated(small("llama"))
-    assert ap.verify(calls, ["output"]).tokens == 4 + 7 + 3 * 2
-    assert ap.verify(calls[-2:], ["output"]).tokens == 2
-    assert "2 texts, 17 tokens" in repr(ap.verify(calls, ["output"]))
+    assert ap.verify(calls, checks=["output"]).tokens == 4 + 7 + 3 * 2
+    assert ap.verify(calls[-2:], checks=["output"]).tokens == 2
+    assert "2 texts, 17 tokens" in repr(ap.verify(calls, checks=["output"]))
 
 
 @pytest.mark.parametrize(

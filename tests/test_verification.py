@@ -53,7 +53,7 @@ def test_a_right_model_is_verified(gpt2, kernel, dtype, side):
 def test_errors_equal_those_of_plain_numpy(gpt2, dtype):
     """The largest ratio's error, recomputed for one head by a loop that knows only the formula."""
     cap = ap.capture(gpt2("sdpa", dtype), TEXTS[0])
-    frame = ap.verify(cap, ["output"]).to_frame().set_index(["layer", "head"])
+    frame = ap.verify(cap, checks=["output"]).to_frame().set_index(["layer", "head"])
     call = cap.calls[1]
     query, key, value = (x[0, 4].double().numpy() for x in (call.query, call.key, call.value))
     errors = []
@@ -68,15 +68,17 @@ def test_errors_equal_those_of_plain_numpy(gpt2, dtype):
 
 def test_some_checks_only(gpt2):
     cap = ap.capture(gpt2(), TEXTS)
-    report = ap.verify(cap, ["output"])
+    report = ap.verify(cap, checks=["output"])
     assert set(report.to_frame().check) == {"output"}
     assert report.passed
-    assert ap.verify(cap, ["mask", "logits"]).verdict == "not_checked"  # output was not asked for
+    assert (
+        ap.verify(cap, checks=["mask", "logits"]).verdict == "not_checked"
+    )  # output was not asked for
     for bad in (["outputs"], [], ["mask", "x"]):
         with pytest.raises(
             ap.InputError, match="projection, cache, mask, weights, output, merge, logits"
         ):
-            ap.verify(cap, bad)
+            ap.verify(cap, checks=bad)
 
 
 def test_progress_is_told_layer_by_layer(gpt2):
@@ -91,7 +93,9 @@ def test_one_wrong_head_is_named(gpt2, dtype):
     output = cap.calls[1].head_output_model.clone()
     slack = 400 if dtype == torch.float32 else 20  # the bound allows any exponential 20 ulp
     output[0, 6, 3, 2] += slack * torch.finfo(dtype).eps * output[0, 6].abs().max()
-    found = mismatches(ap.verify(changed(cap, 1, head_output_model=output), ["output", "mask"]))
+    found = mismatches(
+        ap.verify(changed(cap, 1, head_output_model=output), checks=["output", "mask"])
+    )
     assert found == {("output", 1, 3)}
 
 
@@ -99,7 +103,7 @@ def test_one_wrong_weight_is_named_also_in_the_future(gpt2):
     cap = ap.capture(gpt2("eager"), TEXTS)
     weights = cap.calls[2].weights_model.clone()
     weights[0, 5, 3, 7] = 1e-30
-    assert mismatches(ap.verify(changed(cap, 2, weights_model=weights), ["weights"])) == {
+    assert mismatches(ap.verify(changed(cap, 2, weights_model=weights), checks=["weights"])) == {
         ("weights", 2, 5)
     }
 
@@ -112,7 +116,7 @@ def test_a_projection_that_drops_its_bias_is_found(gpt2, name, dtype):
     with torch.no_grad():
         model.transformer.h[1].attn.c_attn.bias[part + 20 : part + 30] = 0.5  # head 2's own
     cap = ap.capture(model, TEXTS)
-    assert ap.verify(cap, ["projection"]).to_frame().verdict.eq("verified").all()
+    assert ap.verify(cap, checks=["projection"]).to_frame().verdict.eq("verified").all()
     tensor = getattr(cap.calls[1], name).clone()
     tensor[:, 2] -= 0.5
     assert ("projection", 1, 2) in mismatches(ap.verify(changed(cap, 1, **{name: tensor})))
@@ -121,7 +125,7 @@ def test_a_projection_that_drops_its_bias_is_found(gpt2, name, dtype):
 def test_key_and_value_exchanged_is_a_wrong_projection(gpt2):
     cap = ap.capture(gpt2(), TEXTS)
     call = cap.calls[0]
-    found = ap.verify(changed(cap, 0, key=call.value, value=call.key), ["projection"])
+    found = ap.verify(changed(cap, 0, key=call.value, value=call.key), checks=["projection"])
     assert len(mismatches(found)) == 6
 
 
@@ -130,7 +134,7 @@ def test_a_wrong_merge_is_found(gpt2, dtype):
     cap = ap.capture(gpt2("sdpa", dtype), TEXTS)
     order = [1, 0, 2, 3, 4, 5]
     swapped = changed(cap, 2, head_output_model=cap.calls[2].head_output_model[:, :, order])
-    assert mismatches(ap.verify(swapped, ["merge"])) == {("merge", 2, pd.NA)}
+    assert mismatches(ap.verify(swapped, checks=["merge"])) == {("merge", 2, pd.NA)}
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
@@ -138,7 +142,7 @@ def test_a_wrong_merge_is_found(gpt2, dtype):
 def test_the_scale_is_not_borrowed_from_the_model(gpt2, kernel, dtype):
     model = gpt2(kernel, dtype)
     model.transformer.h[1].attn.scaling = 60**-0.5
-    report = ap.verify(ap.capture(model, TEXTS), ["output"])
+    report = ap.verify(ap.capture(model, TEXTS), checks=["output"])
     assert report.verdict == "mismatch"
     assert {layer for _, layer, _ in mismatches(report)} == {1}
     assert "the model scales by 0.129099, expected 0.316228" in set(report.to_frame().reason)
@@ -156,7 +160,7 @@ def test_the_mask_is_not_borrowed_from_the_model(gpt2):
 
 def test_a_lost_mask_under_eager_is_found(gpt2):
     cap = ap.capture(gpt2("eager"), TEXTS[0])
-    report = ap.verify(changed(cap, 0, mask=None), ["mask"])
+    report = ap.verify(changed(cap, 0, mask=None), checks=["mask"])
     assert {found[:2] for found in mismatches(report)} == {("mask", 0)}
 
 
@@ -164,18 +168,19 @@ def test_logits_of_a_model_with_another_attention(gpt2):
     cap = ap.capture(gpt2(), TEXTS)
     other = ap.capture(gpt2(seed=1), TEXTS)
     assert (
-        ap.verify(dataclasses.replace(cap, output=other.output), ["logits"]).verdict == "mismatch"
+        ap.verify(dataclasses.replace(cap, output=other.output), checks=["logits"]).verdict
+        == "mismatch"
     )
     cap.lm.model.transformer.h[2].attn.scaling = 1.0  # the capture was made before: it still holds
-    assert ap.verify(cap, ["logits", "output"]).passed
+    assert ap.verify(cap, checks=["logits", "output"]).passed
     again = ap.capture(cap.lm, TEXTS)
-    found = mismatches(ap.verify(again, ["logits"]))
+    found = mismatches(ap.verify(again, checks=["logits"]))
     assert {check for check, *_ in found} == {"logits"}
 
 
 def test_logits_are_not_checked_without_a_model(gpt2):
     cap = dataclasses.replace(ap.capture(gpt2(), TEXTS), lm=None)
-    frame = ap.verify(cap, ["logits", "output"]).to_frame()
+    frame = ap.verify(cap, checks=["logits", "output"]).to_frame()
     assert frame[frame.check == "logits"].reason.tolist() == ["the capture has no model with it"]
 
 
@@ -183,7 +188,7 @@ def test_what_is_not_a_number_is_a_mismatch(gpt2):
     cap = ap.capture(gpt2(), TEXTS)
     output = cap.calls[0].head_output_model.clone()
     output[0, 3, 1, 0] = math.nan
-    report = ap.verify(changed(cap, 0, head_output_model=output), ["output"])
+    report = ap.verify(changed(cap, 0, head_output_model=output), checks=["output"])
     assert mismatches(report) == {("output", 0, 1)}
     assert report.worst.ratio == math.inf
     assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["verdict"] == "mismatch"
@@ -197,7 +202,7 @@ def test_what_is_not_a_number_is_a_mismatch(gpt2):
     ],
 )
 def test_what_the_formula_does_not_hold_is_not_checked_and_does_not_pass(gpt2, fields, reason):
-    report = ap.verify(changed(ap.capture(gpt2(), TEXTS), 1, **fields), ["output", "logits"])
+    report = ap.verify(changed(ap.capture(gpt2(), TEXTS), 1, **fields), checks=["output", "logits"])
     assert report.verdict == "not_checked"
     assert not report.passed
     assert report.summary.startswith("NOT CHECKED")
@@ -215,13 +220,13 @@ def test_a_callers_4d_mask_is_taken_as_it_is_and_not_checked(gpt2):
         model(ids, attention_mask=mask)
     assert calls[0].expected_mask is None
     cap = replace(ap.capture(model, TEXTS[0]), calls=tuple(calls))
-    report = ap.verify(cap, ["mask", "output"])
+    report = ap.verify(cap, checks=["mask", "output"])
     assert report.passed
     assert "mask" in report.summary.split("not checked: ")[1]
     assert all("the mask came whole" in row.reason for row in report.rows if row.check == "mask")
     assert (ap.weights(cap, 1)[:, 7, 2:5] == 0).all()
     lost = replace(calls[1], mask=torch.ones_like(mask))  # the model went by another mask
-    assert not ap.verify(replace(cap, calls=(calls[0], lost, calls[2])), ["output"]).passed
+    assert not ap.verify(replace(cap, calls=(calls[0], lost, calls[2])), checks=["output"]).passed
 
 
 def rows(*verdicts):
@@ -409,7 +414,7 @@ def test_one_large_row_of_the_unembedding_is_no_mismatch(gpt2, scale):
     model = gpt2("sdpa", torch.bfloat16, tie_word_embeddings=False, vocab_size=2003)
     with torch.no_grad():
         model.lm_head.weight[7] *= scale
-    report = ap.verify(ap.capture(model, TEXTS), ["output", "logits"])
+    report = ap.verify(ap.capture(model, TEXTS), checks=["output", "logits"])
     assert report.passed, report
 
 
@@ -446,7 +451,7 @@ def test_an_adapter_on_a_projection_is_not_taken_for_the_projection(gpt2):
 
 def test_a_bound_that_says_nothing_is_not_called_verified(gpt2):
     model = gpt2("eager", torch.bfloat16, initializer_range=2.0)
-    report = ap.verify(ap.capture(model, TEXTS), ["output"])
+    report = ap.verify(ap.capture(model, TEXTS), checks=["output"])
     assert report.verdict == "not_checked"
     assert "may round these scores so far" in report.summary
 
@@ -458,12 +463,15 @@ def test_reduced_precision_inside_products_is_read_when_it_was_used(gpt2):
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     try:
         reduced = ap.capture(model, TEXTS)
-        assert ap.verify(plain, ["output"]).passed
+        assert ap.verify(plain, checks=["output"]).passed
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = before
     assert (plain.calls[0].operands, reduced.calls[0].operands) == (0.0, 2**-8)
-    assert ap.verify(reduced, ["output"]).verdict != "mismatch"
-    assert ap.verify(plain, ["output"]).worst.bound < ap.verify(reduced, ["output"]).worst.bound
+    assert ap.verify(reduced, checks=["output"]).verdict != "mismatch"
+    assert (
+        ap.verify(plain, checks=["output"]).worst.bound
+        < ap.verify(reduced, checks=["output"]).worst.bound
+    )
 
 
 def test_calls_of_a_static_cache_are_projected_from_their_own_place(gpt2):
@@ -478,7 +486,8 @@ def test_calls_of_a_static_cache_are_projected_from_their_own_place(gpt2):
         model(ids[:, 4:], cache=cache, use_cache=True)
     for some in (calls[:3], calls[3:]):
         report = ap.verify(
-            dataclasses.replace(cap, calls=tuple(some)), ["projection", "mask", "output", "merge"]
+            dataclasses.replace(cap, calls=tuple(some)),
+            checks=["projection", "mask", "output", "merge"],
         )
         assert report.passed, report
 
@@ -491,8 +500,8 @@ def test_what_is_no_capture_is_refused(what):
 
 def test_a_mismatch_without_room_for_error_reads_well(gpt2):
     cap = changed(ap.capture(gpt2("eager"), TEXTS[0]), 0, mask=None)
-    assert "∞" in repr(ap.verify(cap, ["mask"]))
-    assert "inf" not in repr(ap.verify(cap, ["mask"]))
+    assert "∞" in repr(ap.verify(cap, checks=["mask"]))
+    assert "inf" not in repr(ap.verify(cap, checks=["mask"]))
 
 
 def test_one_word_and_heads_of_nothing_but_zeros_are_verified(gpt2):

@@ -129,7 +129,7 @@ def test_smollm2_is_verified_at_2048_tokens_of_prose(smollm2):
     assert len(ids) == 2048
     assert len(set(ids)) > 400
     cap = ap.capture(smollm2.model, ids)
-    report = ap.verify(cap, ["projection", "mask", "output", "merge"])
+    report = ap.verify(cap, checks=["projection", "mask", "output", "merge"])
     print(report)
     assert report.passed
     assert set(report.to_frame().verdict) == {"verified"}
