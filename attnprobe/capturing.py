@@ -46,8 +46,7 @@ def capture(
     """
     lm = as_language_model(lm)
     model = lm.model
-    _refuse_dropout(model)
-    _refuse_autocast(model)
+    refuse_random(model)
     with torch.no_grad(), watched(model) as calls:
         batch = encode(lm, text, target, padding_side)
         outputs = model(**batch.inputs)
@@ -89,6 +88,16 @@ def output_of(outputs: Any, model: nn.Module, padding: Tensor) -> Tensor:
         f"{type(model).__name__} gives neither logits nor a hidden state for each token: use its "
         "language model or its base model, and return_dict=True"
     )
+
+
+def refuse_random(model: nn.Module) -> None:
+    """Refuse a forward that would be random, or cast unseen.
+
+    Raises:
+        InputError: a model in train mode with dropout; autocast.
+    """
+    _refuse_dropout(model)
+    _refuse_autocast(model)
 
 
 def _refuse_dropout(model: nn.Module) -> None:
