@@ -192,7 +192,7 @@ class _Own:
         if terms.softcap is not None:
             self.adds[f"scores are capped at {terms.softcap:g}"] = None
         if terms.bias is not None:
-            self.adds["a bias is added to the scores, and goes with uniform weights"] = None
+            self.adds["a bias is added to the scores, but for uniform weights"] = None
         if terms.sinks is not None:
             self.adds["a share of the weights goes to sinks; entropy is of what keys get"] = None
 

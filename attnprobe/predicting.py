@@ -93,7 +93,8 @@ class Predictions:
         loss = self.loss / self.known
         return {
             "loss": loss,
-            "perplexity": float(torch.tensor(loss).double().exp()),  # inf where it is past float64
+            # torch's exp: inf where Python's own raises, as the number is past float64
+            "perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()),
             "top1": self.same / self.tokens,
             "kl": self.kl / self.tokens,
         }

@@ -126,6 +126,18 @@ def frame_text(frame: pd.DataFrame, width: int | None = None) -> str:
     return _grid(list(frame.columns), rows, numbers, width)
 
 
+def effects_text(frame: pd.DataFrame, width: int | None = None) -> str:
+    """What `term_effects` returned, to read: a table of the numbers, and below it each term's
+    formula and note, which would make the table too wide. `width` is as for `frame_text`."""
+    apart = ["formula", "note"]
+    longest = max(map(len, frame["term"]))
+    lines = [
+        f"{row.term:<{longest}}  {row.formula}{row.note and f'  ({row.note})'}"
+        for row in frame.itertuples()
+    ]
+    return "\n".join([frame_text(frame.drop(columns=apart), width), "", *lines])
+
+
 def write(out: Path, content: str | bytes) -> None:
     """Write a file in full or not at all.
 
