@@ -129,13 +129,13 @@ def frame_text(frame: pd.DataFrame, width: int | None = None) -> str:
 def effects_text(frame: pd.DataFrame, width: int | None = None) -> str:
     """What `term_effects` returned, to read: a table of the numbers, and below it each term's
     formula and note, which would make the table too wide. `width` is as for `frame_text`."""
-    apart = ["formula", "note"]
     longest = max(map(len, frame["term"]))
     lines = [
-        f"{row.term:<{longest}}  {row.formula}{row.note and f'  ({row.note})'}"
-        for row in frame.itertuples()
+        f"{term:<{longest}}  {formula}" + (f"  ({note})" if note else "")
+        for term, formula, note in zip(frame["term"], frame["formula"], frame["note"], strict=True)
     ]
-    return "\n".join([frame_text(frame.drop(columns=apart), width), "", *lines])
+    numbers = frame.drop(columns=["formula", "note"])
+    return "\n".join([frame_text(numbers, width), "", *lines])
 
 
 def write(out: Path, content: str | bytes) -> None:

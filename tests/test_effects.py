@@ -280,7 +280,7 @@ def test_of_sinks_the_entropy_is_that_of_what_keys_get():
     row = ap.term_effects(model, IDS).iloc[0]
     assert "sinks" in row["note"]
     _, weights = run_by_hand(model, "as it is", IDS)
-    assert all(np.all(one.sum(-1) < 0.999) for one in weights)
+    assert min(one.sum(-1).min() for one in weights) < 0.9
     rows = [a for one in weights for head in one for a in head]
     entropies = [-sum(x * math.log(x) for x in a if x > 0) for a in rows]
     assert row["entropy"] == pytest.approx(np.mean(entropies), rel=1e-5)
