@@ -303,6 +303,15 @@ def test_what_is_not_finite_any_more_has_no_numbers(gpt2, monkeypatch):
     assert frame.loc[2, "entropy"] > 0
 
 
+def test_an_m_that_is_not_known_is_not_taken_away(gpt2, monkeypatch):
+    monkeypatch.setattr("attnprobe.facts.mask_rule", lambda *_: None)
+    frame = ap.term_effects(gpt2(), IDS).set_index("term")
+    row = frame.loc["without M"]
+    assert row["note"] == "not run: the model's M is not known"
+    assert row.drop(["formula", "note"]).isna().all()
+    assert frame["loss"].drop("without M").notna().all()
+
+
 # Predictions
 
 
