@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from attnprobe.attribution import LogitContributions, logit_contributions
     from attnprobe.capturing import capture
     from attnprobe.editing import edit
+    from attnprobe.effects import term_effects
     from attnprobe.errors import AttnprobeError, InputError, ModelError, NonFiniteError
     from attnprobe.heads import head_stats
     from attnprobe.hooks import probe
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from attnprobe.records import AttentionCall, Capture, LanguageModel
     from attnprobe.report import VerificationReport
     from attnprobe.tables import styled, table
+    from attnprobe.variance import scale_variance
     from attnprobe.verification import verify
     from attnprobe.views.attention import attention_view
     from attnprobe.views.bertviz import head_view, model_view, neuron_view
@@ -54,9 +56,11 @@ __all__ = [
     "neuron_view",
     "probe",
     "report_view",
+    "scale_variance",
     "scores",
     "styled",
     "table",
+    "term_effects",
     "verify",
     "walkthrough",
     "walkthrough_view",
@@ -69,6 +73,7 @@ _HOMES = {
     "errors": ("AttnprobeError", "InputError", "ModelError", "NonFiniteError"),
     "capturing": ("capture",),
     "editing": ("edit",),
+    "effects": ("term_effects",),
     "heads": ("head_stats",),
     "hooks": ("probe",),
     "models": ("load",),
@@ -77,6 +82,7 @@ _HOMES = {
     "report": ("VerificationReport",),
     "looking": ("attended", "attended_by"),
     "tables": ("styled", "table"),
+    "variance": ("scale_variance",),
     "verification": ("verify",),
     "views.attention": ("attention_view",),
     "views.bertviz": ("head_view", "model_view", "neuron_view"),

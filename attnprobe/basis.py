@@ -215,6 +215,11 @@ class Basis:
             rounding=call.rounding,
         )
 
+    def weights(self) -> Iterator[Tile]:
+        """As `tiles`, without bounds."""
+        call = self.call
+        return tiles(call.query, call.key, call.value, self.rule, call.expected_scaling, self.terms)
+
     def output(self) -> Tensor:
         """The heads' output by the formula, (B, T, H, Dv) float64."""
         call = self.call

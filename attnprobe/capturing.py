@@ -60,10 +60,9 @@ def forward(
     padding_side: Literal["left", "right"] | None,
     take: Callable[[AttentionCall], None],
 ) -> Capture:
-    """As `capture`, but each call is given to `take` while the model runs, and the capture has none."""
+    """As `capture`, but each call is given to `take` while the model runs, and is not kept."""
     model = lm.model
-    _refuse_dropout(model)
-    _refuse_autocast(model)
+    refuse_random(model)
     seen = 0
 
     def take_finite(call: AttentionCall) -> None:
@@ -114,6 +113,16 @@ def output_of(outputs: Any, model: nn.Module, padding: Tensor) -> Tensor:
         f"{type(model).__name__} gives neither logits nor a hidden state for each token: use its "
         "language model or its base model, and return_dict=True"
     )
+
+
+def refuse_random(model: nn.Module) -> None:
+    """Refuse a forward that would be random, or cast unseen.
+
+    Raises:
+        InputError: a model in train mode with dropout; autocast.
+    """
+    _refuse_dropout(model)
+    _refuse_autocast(model)
 
 
 def _refuse_dropout(model: nn.Module) -> None:

@@ -173,9 +173,9 @@ class Change:
         if self.scale is None:
             return call.expected_scaling
         if self.scale == "none":
-            return 1.0
+            return 1 / call.scaled_before
         if self.scale == "1/d_k":
-            return 1 / call.query.shape[-1]
+            return 1 / call.query.shape[-1] / call.scaled_before
         found = self.scale(call) if callable(self.scale) else self.scale
         if not _is_number(found):
             raise InputError(f"expected a number from scale, got {found!r}")

@@ -51,7 +51,7 @@ from attnprobe.targets import (
 )
 
 if TYPE_CHECKING:
-    from attnprobe.records import Capture
+    from attnprobe.records import Capture, LanguageModel
 
 app = typer.Typer(
     add_completion=False,
@@ -214,6 +214,29 @@ def walk(
 
 
 @app.command()
+def terms(
+    text: Text = SENTENCE,
+    format: FormatOption = None,
+    out: Out = None,
+    model: Model = "bundled",
+    dtype: Dtype = "float32",
+    attn: Attn = None,
+    device: Device = "cpu",
+    revision: Revision = None,
+) -> None:
+    """Take each term of the formula away, and show what becomes of the model's predictions."""
+    with exits():
+        format = check_table(out, format)
+        lm = _load(model, revision, dtype, attn, device)
+        from attnprobe.effects import term_effects
+        from attnprobe.printing import effects_text
+
+        with progress("as it is") as show:
+            frame = term_effects(lm, text, progress=show)
+        give_table(frame, format, out, effects_text)
+
+
+@app.command()
 def view(
     kind: Annotated[str, typer.Option(help=f"What to draw: {', '.join(KINDS)}.")],
     text: Text = SENTENCE,
@@ -337,9 +360,8 @@ def _capture(
     device: str,
 ) -> Capture:
     from attnprobe.capturing import capture
-    from attnprobe.models import load
 
-    lm = load(model, revision=revision, dtype=dtype, attn=attn, device=device)
+    lm = _load(model, revision, dtype, attn, device)
     config = getattr(lm.model, "config", None)
     if target is None and getattr(config, "is_encoder_decoder", False):
         raise InputError(
@@ -347,6 +369,14 @@ def _capture(
             "decoder is given"
         )
     return capture(lm, text, target=target)
+
+
+def _load(
+    model: str, revision: str | None, dtype: str, attn: str | None, device: str
+) -> LanguageModel:
+    from attnprobe.models import load
+
+    return load(model, revision=revision, dtype=dtype, attn=attn, device=device)
 
 
 def _part(cap: Capture, part: Part | None) -> Capture:

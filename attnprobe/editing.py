@@ -10,7 +10,7 @@ from attnprobe.changes import Change, HeadOutput, Scale, Weights, one_of
 from attnprobe.errors import InputError
 from attnprobe.hooks import replaced
 from attnprobe.models import as_language_model
-from attnprobe.records import Capture, whole
+from attnprobe.records import Capture, UnseenAttention, whole
 from attnprobe.sites import Part, Where
 
 _edited: list[object] = []  # the models of the edits that are open
@@ -52,8 +52,8 @@ def edit(
         layers: which layers, from 0.
         heads: which heads, as (layer, head) pairs. Of key and value, the key head that serves one.
         positions: which tokens, from 0 at a text's first: queries, and of key and value, keys.
-        scale: the factor on q·k: "none" (1), "1/d_k" in place of 1/√d_k, any other, or a function
-            of the call.
+        scale: the factor on q·k: "none" or "1/d_k" in place of 1/√d_k, wherever a model multiplies
+            by that; a number, on the query and key that its kernel gets; or a function of the call.
         mask: "none": every word sees the future. Padding stays hidden.
         window: how many keys back a word sees at most, itself included; in self-attention.
         drop: positions of keys that no word sees. A word left without any gets an output of 0.
@@ -74,7 +74,8 @@ def edit(
             block ends, if the model ran); a capture of other shapes; an edit inside another.
         ModelError: out of the forward: attention that the formula here does not hold for, or whose
             M is not known where the mask is to change; a mask that opens a cache's past; a backward
-            pass through what was computed here.
+            pass through what was computed here. When the block ends: attention to be changed that
+            ran unseen.
     """
     one_of("part", part, ("encoder", "decoder", "cross"))
     where = Where(part, _numbers(layers, "layer"), _pairs(heads), _numbers(positions, "position"))
@@ -83,21 +84,22 @@ def edit(
         *(query, key, value, head_output, reference, whole(seed, "seed"), kernel),
     )
     change.refuse_nonsense()
-    with changed(lm, change):
+    with changed(lm, change) as unseen:
         yield
-    where.refuse_absent()
+    where.refuse_absent(unseen)
 
 
 @contextmanager
-def changed(lm: object, change: Change) -> Iterator[None]:
-    """As `edit`, for a change that is made."""
+def changed(lm: object, change: Change) -> Iterator[list[UnseenAttention]]:
+    """As `edit`, for a change that is made; yields what could not be seen, and ran as it was."""
     model = as_language_model(lm).model
     if any(one is model for one in _edited):
         raise InputError("this model is being edited already: give all changes to one edit")
     _edited.append(model)
     try:
-        with replaced(model, change.handle, change.patch if change.operands else None):
-            yield
+        patch = change.patch if change.operands else None
+        with replaced(model, change.handle, patch) as unseen:
+            yield unseen
     finally:
         _edited[:] = [one for one in _edited if one is not model]
 

@@ -78,6 +78,12 @@ def expected_scaling(config: Any, head_size: int, index: int) -> float:
     return float(scaling * _yarn(config))
 
 
+def scaled_before(config: Any, head_size: int) -> float:
+    """The factor on q·k that query and key bring along, as a kernel gets them."""
+    beforehand = getattr(config, "model_type", None) in SCALED_BEFOREHAND
+    return float(head_size**-0.5) if beforehand else 1.0
+
+
 def _yarn(config: Any) -> float:
     """By what DeepSeek's models raise the scale with a context that YaRN has stretched.
 

@@ -30,7 +30,7 @@ from attnprobe.inspecting import (
 )
 from attnprobe.interception import Handler, Interception, KernelOutput
 from attnprobe.models import as_language_model
-from attnprobe.records import AttentionCall, Calls
+from attnprobe.records import AttentionCall, Calls, UnseenAttention
 
 SEAM = ("module", "query", "key", "value", "attention_mask")
 """What every kernel is called with first, whatever it calls them itself."""
@@ -120,7 +120,7 @@ def replaced(
     model: nn.Module,
     handle: Handler,
     patch: Callable[[AttentionCall], dict[str, Tensor]] | None = None,
-) -> Iterator[None]:
+) -> Iterator[list[UnseenAttention]]:
     """Run a model with something else in place of every attention kernel.
 
     Args:
@@ -129,10 +129,14 @@ def replaced(
             model gave it; returns the heads' output (B, T, H, Dv), and weights or None.
         patch: gives a call's query, key or value others, by name: `handle` and every probe see them
             in the place of the model's own.
+
+    Yields:
+        A list that fills with the attention that could not be seen, and ran as it was.
     """
     _refuse_compiled(model)
-    with _intercept(Interception(model, handle, replaces=True, patch=patch)):
-        yield
+    interception = Interception(model, handle, replaces=True, patch=patch)
+    with _intercept(interception):
+        yield interception.unseen
 
 
 def _refuse_compiled(model: nn.Module) -> None:

@@ -279,6 +279,7 @@ class Interception:
             value=value,
             scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
             expected_scaling=facts.expected_scaling(config, query.shape[-1], index),
+            scaled_before=facts.scaled_before(config, query.shape[-1]),
             mask=mask,
             is_causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
             expected_mask=rule,

@@ -135,6 +135,18 @@ def frame_text(frame: pd.DataFrame, width: int | None = None) -> str:
     return _grid(list(frame.columns), rows, numbers, width)
 
 
+def effects_text(frame: pd.DataFrame, width: int | None = None) -> str:
+    """What `term_effects` returned, to read: a table of the numbers, and below it each term's
+    formula and note, which would make the table too wide. `width` is as for `frame_text`."""
+    longest = max(map(len, frame["term"]))
+    lines = [
+        f"{term:<{longest}}  {formula}" + (f"  ({note})" if note else "")
+        for term, formula, note in zip(frame["term"], frame["formula"], frame["note"], strict=True)
+    ]
+    numbers = frame.drop(columns=["formula", "note"])
+    return "\n".join([frame_text(numbers, width), "", *lines])
+
+
 def write(out: Path, content: str | bytes) -> None:
     """Write a file in full or not at all.
 

@@ -104,6 +104,9 @@ class AttentionCall:
     expected_mask: MaskRule | None
     """M rebuilt from facts: padding, causality, window, cache offset; None where the caller gave a
     mask of more than (B, S), so that there are no facts to rebuild it from."""
+    scaled_before: float = 1.0
+    """The factor on q·k that `query` and `key` bring along, where a model multiplies them by it
+    before its kernel gets them; 1/√d_k in OPT and its like."""
     first_key: int = 0
     """Where this forward's own keys begin: after those that a cache held before it."""
     cache: Cached | None = None

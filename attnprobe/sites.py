@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnprobe.errors import InputError, ModelError
-from attnprobe.records import AttentionCall, Capture
+from attnprobe.records import AttentionCall, Capture, UnseenAttention
 
 Part = Literal["encoder", "decoder", "cross"]
 Axis = Literal["query", "key"]
@@ -60,13 +60,17 @@ class Where:
         positions = torch.tensor(sorted(self.positions), device=device)
         return torch.isin(positions_of(call, axis), positions)[..., None] & heads
 
-    def refuse_absent(self) -> None:
-        """Refuse layers that no forward has run, if one has.
+    def refuse_absent(self, unseen: Sequence[UnseenAttention]) -> None:
+        """Refuse layers that no forward has run, if one has, and those that ran unseen.
 
         Raises:
-            InputError: one of them.
+            InputError: one that has not run.
+            ModelError: one that ran unseen, so that nothing was changed there.
         """
         named = (self.layers or frozenset()) | frozenset(self.heads or ())
+        for one in unseen:
+            if one.layer in named or not named:
+                raise ModelError(f"layer {one.layer} was not edited: {one}")
         absent = sorted(named - self.ran)
         if absent and self.ran:
             raise InputError(

@@ -23,7 +23,7 @@ COLUMNS = (
     *("score_raw", "score", "masked", "weight", "sink"),
 )
 
-WEIGHTS = {"weight", "share"} | {
+WEIGHTS = {"weight", "share", "future", "top1"} | {
     f"{name}{skipped}" for name in ("weight", "value_share") for skipped in ("", "_without_first")
 }
 """The columns that `styled` colours: between 0 and 1, but for a share, which may be negative."""
@@ -192,10 +192,10 @@ def told_apart(labels: Sequence[str]) -> list[str]:
 def styled(frame: pd.DataFrame, *, digits: str = ".3f") -> Styler:
     """A frame with its weights as a heat map: the number in the cell, and behind it its colour.
 
-    Takes what `table`, `attended`, `attended_by` and a walkthrough's `steps` give; colours every
-    column that holds weights or shares, or the whole of a `wide` table. The colour is laid over the
-    notebook's own background, light or dark, and the text keeps the notebook's own colour. `digits`
-    is how Python formats each number.
+    Takes what `table`, `attended`, `attended_by`, `term_effects` and a walkthrough's `steps` give;
+    colours every column that holds weights or shares, or the whole of a `wide` table. The colour is
+    laid over the notebook's own background, light or dark, and the text keeps the notebook's own
+    colour. `digits` is how Python formats each number.
 
     Raises:
         InputError: it is no frame.

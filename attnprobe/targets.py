@@ -80,10 +80,16 @@ def check_table(out: Path | None, format: Format | None) -> Format | None:
     return format
 
 
-def give_table(frame: pd.DataFrame, format: Format | None, out: Path | None) -> None:
-    """Print a table, or write it."""
+def give_table(
+    frame: pd.DataFrame,
+    format: Format | None,
+    out: Path | None,
+    as_text: Callable[[pd.DataFrame, int | None], str] | None = None,
+) -> None:
+    """Print a table, or write it; `as_text` makes what a person reads, for a width or none."""
     from attnprobe import printing
 
+    as_text = as_text or printing.frame_text
     content: str | bytes
     match format:
         case Format.CSV:
@@ -91,7 +97,7 @@ def give_table(frame: pd.DataFrame, format: Format | None, out: Path | None) -> 
         case Format.JSON:
             content = printing.frame_json(frame)
         case Format.TABLE | None:
-            content = printing.frame_text(frame, terminal_width() if out is None else None)
+            content = as_text(frame, terminal_width() if out is None else None)
         case Format.PARQUET:
             content = printing.frame_parquet(frame)
     if out is None:
@@ -133,14 +139,14 @@ def terminal_width() -> int | None:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr while the block runs, if stderr is a terminal."""
+def progress(label: str = "verifying") -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr while the block runs, if stderr is a terminal; `label` stands at first."""
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("verifying", total=None)
+        task = bar.add_task(label, total=None)
 
         def show(label: str, done: int, total: int) -> None:
             bar.update(task, description=label, completed=done, total=total)

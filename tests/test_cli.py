@@ -23,7 +23,7 @@ from test_encoder_decoders import bart, made, tokenizer
 from typer.testing import CliRunner, Result
 
 import attnprobe as ap
-from attnprobe import cli
+from attnprobe import cli, printing
 from attnprobe.verification import CHECKS
 
 TEXT = "The children were playing in the green park"
@@ -320,6 +320,47 @@ def test_an_encoder_decoder_without_a_target_is_told_of_it(
     )
 
 
+# terms
+
+
+def test_terms_print_the_numbers_and_below_them_the_formulas(model: str) -> None:
+    lines = run("terms", TEXT, "--model", model).stdout.splitlines()
+    frame = ap.term_effects(ap.load(model), TEXT)
+    assert lines[0].split() == [*frame.columns.drop(["formula", "note"])]
+    for at, row in enumerate(frame.itertuples()):
+        name, formula = lines[2 + at].strip(), lines[3 + len(frame) + at]
+        assert name.startswith(row.term)
+        assert name.split()[-4] == f"{row.loss:.4g}"
+        assert formula.startswith(f"{row.term} ")
+        assert formula.endswith(f"({row.note})" if row.note else row.formula)
+    assert len(lines) == 3 + 2 * len(frame)
+
+
+@pytest.mark.parametrize("width", [70, 100])
+def test_terms_fit_a_terminal_and_break_no_number(model: str, width: int) -> None:
+    frame = ap.term_effects(ap.load(model), TEXT)
+    table, _, _ = printing.effects_text(frame, width).partition("\n\n")
+    assert max(map(len, table.splitlines())) <= width
+    losses = {f"{loss:.4g}" for loss in frame["loss"]}
+    assert losses <= set(table.split())
+
+
+def test_terms_as_json_and_in_a_file_hold_the_frame(model: str, tmp_path: Path) -> None:
+    frame = ap.term_effects(ap.load(model), TEXT)
+    result = run("terms", TEXT, "--model", model, "--format", "json")
+    rows = json.loads(result.stdout, parse_constant=no_such_number)
+    assert rows[:-1] == frame[:-1].to_dict("records")
+    assert rows[-1] == frame.iloc[-1].to_dict() | dict.fromkeys(
+        ["entropy", "entropy_share", "future"]
+    )
+    out = tmp_path / "terms.csv"
+    assert run("terms", TEXT, "--model", model, "--out", str(out)).stdout == ""
+    pd.testing.assert_frame_equal(
+        pd.read_csv(out, keep_default_na=False, na_values={"entropy": ""})[["term", "loss"]],
+        frame[["term", "loss"]],
+    )
+
+
 # What is refused
 
 
@@ -349,10 +390,9 @@ def test_an_encoder_decoder_without_a_target_is_told_of_it(
         (["words", TEXT, "--how", "median"], "'mean', 'max' or 'rollout'"),
         (["words", TEXT, "--weigh", "length"], "'weight' or 'value'"),
         (["words", TEXT, "--format", "parquet"], "name a file with --out"),
+        (["terms", "the"], "text 0 has one token"),
+        (["terms", TEXT, "--out", "t.html"], "expected a name in .csv, .json, .parquet, .txt"),
         (["walk", TEXT], "--word"),
-        (["verify", "--target", "a"], "GPT2LMHeadModel has no decoder to give a target to"),
-        (["table", TEXT, "--part", "cross"], "--part cross is for encoder-decoders"),
-        (["table", TEXT, "--part", "middle"], "Invalid value for '--part'"),
         (["walk", TEXT, "--word", "green", "--layer", "3", "--head", "0"], "numbered 0 to 2"),
         (["walk", TEXT, "--word", "gren", "--layer", "0", "--head", "0"], "near ones: green"),
     ],

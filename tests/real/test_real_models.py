@@ -227,3 +227,41 @@ def test_smollm2_is_verified_in_full_on_every_kind_of_text(smollm2, kind):
     model.set_attn_implementation("eager")
     report = ap.verify(ap.capture((model, smollm2.tokenizer), text))
     assert verdicts(report) == {check: {"verified"} for check in ONE_FORWARD}, report
+
+
+SENTENCES = [
+    "The children were playing in the green park, and then it rained.",
+    "Once upon a time there was a little girl who lived in a house by the river.",
+    "The old woman gave the boy an apple, and he said thank you.",
+]
+
+
+@pytest.mark.parametrize("name", ["bundled", "smollm2"])
+def test_what_each_term_is_good_for(name, request):
+    lm = ap.load("bundled") if name == "bundled" else request.getfixturevalue("smollm2")
+    frame = ap.term_effects(lm, SENTENCES).set_index("term")
+    print(frame.to_string())
+    loss, entropy, own = frame["loss"], frame["entropy"], frame.loc["as it is"]
+    # Every other formula that sees no later word guesses worse than the one it was trained with.
+    others = frame.index.drop(["as it is", "without M"])
+    assert (loss[others] > loss["as it is"]).all()
+    assert loss.drop("without M").idxmax() == "no attention at all"
+    # The scale keeps softmax between too sharp and too even.
+    assert entropy["without /√d_k"] < own["entropy"] / 2
+    assert entropy["divided by d_k"] > entropy["divided by √(embedding size)"] > own["entropy"]
+    assert frame.loc["divided by d_k", "entropy_share"] > 0.98
+    # Without M, both read the answer: nearly half of what they look at comes later.
+    assert loss["without M"] < loss["as it is"] / 1.5
+    assert 0.4 < frame.loc["without M", "future"] < 0.5
+    assert frame.loc["without M", "note"].startswith("sees the answer")
+    assert (frame["future"].drop(["without M", "no attention at all"]) == 0).all()
+
+
+def test_smollm2s_heads_would_be_sharp_without_the_scale(smollm2):
+    frame = ap.scale_variance(smollm2, SENTENCES, sizes=[64])
+    heads = frame[frame["source"] == "model"]
+    assert len(heads) == 30 * 9
+    assert (heads["variance"] > 20).all()  # of random unit vectors it would be 64
+    assert 1 < heads["variance_scaled"].median() < 10
+    assert (heads["entropy_unscaled"] < heads["entropy"]).all()
+    assert heads["entropy"].mean() > 5 * heads["entropy_unscaled"].mean()

@@ -1,0 +1,121 @@
+"""What a causal language model predicts for a text, and how far two predictions are apart."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnprobe.capturing import output_of, refuse_random
+from attnprobe.encoding import encode
+from attnprobe.errors import InputError, ModelError, NonFiniteError
+from attnprobe.records import LanguageModel
+
+TOKENS_AT_ONCE = 64
+"""How many tokens' logits are compared in float64 at a time."""
+
+
+def texts_of(lm: LanguageModel, text: Any) -> list[Tensor]:
+    """The token ids of each text, (T,) int64: they run one by one, so that nothing is padded.
+
+    Args:
+        lm: a model that predicts the next token.
+        text: as `capture` takes it.
+
+    Raises:
+        InputError: as `capture`; a text of one token, which has no next one to predict.
+        ModelError: a model that does not predict the next token, by its class or config.
+    """
+    name = type(lm.model).__name__
+    if getattr(getattr(lm.model, "config", None), "is_encoder_decoder", False):
+        raise ModelError(
+            f"{name} is an encoder-decoder: expected a causal language model, of one text"
+        )
+    can_generate = getattr(lm.model, "can_generate", None)
+    if can_generate is None or not can_generate():
+        raise ModelError(
+            f"{name} predicts no next token: expected a causal language model, such as "
+            "AutoModelForCausalLM loads"
+        )
+    refuse_random(lm.model)
+    batch = encode(lm, text, padding_side="right")
+    ids = [row[here] for row, here in zip(batch.inputs["input_ids"], batch.padding, strict=True)]
+    for number, one in enumerate(ids):
+        if len(one) < 2:
+            raise InputError(
+                f"text {number} has one token, and no next one to predict: give at least two"
+            )
+    return ids
+
+
+def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """A forward's logits, (T, V), of one text, (T,)."""
+    tokens = torch.ones_like(ids)[None]
+    with torch.no_grad():
+        outputs = model(input_ids=ids[None], attention_mask=tokens)
+    return output_of(outputs, model, tokens)[0]
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Sums over the tokens of some texts, of what was predicted beside what the model does.
+
+    Attributes:
+        tokens: how many tokens; each is followed by a prediction.
+        known: those whose next token is known: all but each text's last.
+        loss: over `known`, of -ln of the next token's probability, in nats.
+        kl: over `tokens`, of KL(the model's own ‖ this), in nats.
+        same: for how many tokens the likeliest next one is the model's own.
+    """
+
+    tokens: int = 0
+    known: int = 0
+    loss: float = 0.0
+    kl: float = 0.0
+    same: int = 0
+
+    def __add__(self, other: Predictions) -> Predictions:
+        return Predictions(
+            self.tokens + other.tokens,
+            self.known + other.known,
+            self.loss + other.loss,
+            self.kl + other.kl,
+            self.same + other.same,
+        )
+
+    def means(self) -> dict[str, float]:
+        """The columns loss, perplexity, top1 and kl; NaN where something was not finite."""
+        if not self.tokens or not math.isfinite(self.loss + self.kl):
+            return dict.fromkeys(("loss", "perplexity", "top1", "kl"), math.nan)
+        loss = self.loss / self.known
+        return {
+            "loss": loss,
+            # torch's exp: inf where Python's own raises, as the number is past float64
+            "perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()),
+            "top1": self.same / self.tokens,
+            "kl": self.kl / self.tokens,
+        }
+
+
+def compared(ids: Tensor, own: Tensor, given: Tensor) -> Predictions:
+    """What was predicted for one text, (T,), beside the model's own: logits of (T, V) each.
+
+    Raises:
+        NonFiniteError: NaN or infinity in the model's own.
+    """
+    if not torch.isfinite(own).all():
+        raise NonFiniteError("the model's output holds NaN or infinity: capture it, to see where")
+    following = ids[1:]
+    total = Predictions()
+    for start in range(0, len(ids), TOKENS_AT_ONCE):
+        rows = slice(start, start + TOKENS_AT_ONCE)
+        p, q = (x[rows].double().log_softmax(-1) for x in (own, given))  # (t, V)
+        answers = following[rows]  # the last row of the last block has none
+        loss = -q[: len(answers)].gather(-1, answers[:, None]).sum()
+        kl = (p.exp() * (p - q)).sum(-1).clamp(min=0)  # (t,): below 0 by rounding only
+        same = p.argmax(-1) == q.argmax(-1)
+        total += Predictions(len(p), len(answers), float(loss), float(kl.sum()), int(same.sum()))
+    return total
