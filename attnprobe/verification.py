@@ -98,9 +98,9 @@ def verify(
 
 
 def _is_model(what: object) -> bool:
-    """Whether this is what `capture` takes for a model, or a name that may be loaded as one."""
+    """Whether this may be what `capture` takes for a model."""
     pair = isinstance(what, tuple) and any(isinstance(one, nn.Module) for one in what)
-    return pair or isinstance(what, LanguageModel | nn.Module | str)
+    return pair or isinstance(what, LanguageModel | nn.Module)
 
 
 def _chosen(checks: Sequence[str] | None) -> tuple[str, ...]:
@@ -197,7 +197,8 @@ def _calls(given: object) -> Calls:
     """The calls that a probe yielded, with what it did not see."""
     expected = "expected a capture, what ap.capture returns, the calls of a probe, or a model"
     if not isinstance(given, list | tuple):
-        raise InputError(f"{expected}; got {type(given).__name__}")
+        got = f"the text {given!r}" if isinstance(given, str) else type(given).__name__
+        raise InputError(f"{expected}; got {got}")
     if not given or not all(isinstance(one, AttentionCall) for one in given):
         raise InputError(f"{expected}; got {'no calls' if not given else 'a list of other things'}")
     if not isinstance(given, Calls):

@@ -1,15 +1,19 @@
 import dataclasses
+import gc
 import json
 import math
+import weakref
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from samples import IDS
 from transformers import BartConfig, BartForConditionalGeneration
 
 import attnprobe as ap
+from attnprobe import checks
 from attnprobe.report import COLUMNS, Row, VerificationReport
 from attnprobe.verification import CHECKS
 
@@ -562,3 +566,42 @@ def test_an_encoder_decoder_has_three_parts_each_with_its_layers():
 def test_a_target_is_for_encoder_decoders_only(gpt2):
     with pytest.raises(ap.InputError, match="has no decoder to give a target to"):
         ap.capture(gpt2(), TEXTS, target=TEXTS)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_a_model_is_verified_while_it_runs(gpt2, kernel):
+    lm = gpt2(kernel)
+    texts = [IDS, IDS[:7]]
+    told = []
+    streamed = ap.verify(lm, texts, padding_side="left", progress=lambda *one: told.append(one))
+    report = ap.verify(ap.capture(lm, texts, padding_side="left"))
+    pd.testing.assert_frame_equal(streamed.to_frame(), report.to_frame())
+    assert str(streamed) == str(report)
+    assert told == [*((f"layer {n}", n + 1, 4) for n in range(3)), ("logits", 4, 4)]
+
+
+def test_of_a_model_that_is_verified_no_call_is_kept(gpt2, monkeypatch):
+    model = gpt2(n_layer=7)
+    alive = []
+
+    def counted(call):
+        alive.append(weakref.ref(call))
+        gc.collect()
+        assert sum(one() is not None for one in alive) <= 2
+        return []
+
+    monkeypatch.setitem(checks.BY_CALL, "output", counted)
+    ap.verify(model, IDS, checks=["output"])
+    assert len(alive) == 7
+
+
+def test_what_goes_wrong_while_a_model_is_verified_leaves_nothing_behind(gpt2):
+    model = gpt2()
+    model.transformer.h[1].attn.c_attn.weight.data[3, 4] = math.nan
+    with pytest.raises(ap.NonFiniteError, match=r"layer 1: the query.*h\.1\.attn\.c_attn\.weight"):
+        ap.verify(model, IDS)
+    assert not any(module._forward_hooks for module in model.modules())
+    with pytest.raises(ap.InputError, match=r"expected a text.*verify\(lm, text\)"):
+        ap.verify(model)
+    with pytest.raises(ap.InputError, match="go with a model"):
+        ap.verify(ap.capture(gpt2(), IDS), IDS)
