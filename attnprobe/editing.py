@@ -76,7 +76,9 @@ def edit(
             M is not known where the mask is to change; a mask that opens a cache's past; a backward
             pass through what was computed here.
     """
-    where = Where(part, _numbers(layers, "layer"), _pairs(heads), _numbers(positions, "position"))
+    where = Where(
+        part, _numbers(layers, "layer"), heads_by_layer(heads), _numbers(positions, "position")
+    )
     change = Change(
         *(where, scale, mask, window, _numbers(drop, "position"), temperature, weights),
         *(query, key, value, head_output, reference, whole(seed, "seed"), kernel),
@@ -117,7 +119,7 @@ def _numbers(given: Iterable[int] | None, what: str) -> frozenset[int] | None:
     return found
 
 
-def _pairs(given: Iterable[tuple[int, int]] | None) -> dict[int, frozenset[int]] | None:
+def heads_by_layer(given: Iterable[tuple[int, int]] | None) -> dict[int, frozenset[int]] | None:
     """(layer, head) pairs as heads by layer; None for all of them.
 
     Raises:
