@@ -20,7 +20,15 @@ from attnprobe.errors import InputError, ModelError
 from attnprobe.models import as_language_model
 from attnprobe.records import Capture, LanguageModel
 from attnprobe.sites import ByText, Where
-from attnprobe.trials import Metric, MetricName, Progress, logits_of, refuse_unfit, trials
+from attnprobe.trials import (
+    Metric,
+    MetricName,
+    Progress,
+    logits_of,
+    refuse_unfit,
+    refuse_unmeasured,
+    trials,
+)
 
 How = Literal["zero", "mean", "resample"]
 
@@ -78,10 +86,9 @@ def head_effects(
         ModelError: a model that predicts no next word, or whose heads are not all seen.
     """
     lm = as_language_model(lm)
-    if how not in get_args(How):
-        raise InputError(f"how is one of {', '.join(get_args(How))}; got {how!r}")
-    metric_ = Metric.of(lm, metric, target, against)
-    rows = _ids(lm, texts, metric_)
+    refuse_unknown(metric, target, against, how)
+    goal = Metric.of(lm, metric, target, against)
+    rows = _ids(lm, texts, goal)
     cap = capture(lm, min(rows, key=len))
     refuse_unfit(cap)
     pairs = _present(cap, heads)
@@ -91,10 +98,10 @@ def head_effects(
     silence(slice(0, 0))  # refuses what does not fit, before any work
     unchanged, values, of = 0.0, torch.zeros(len(pairs), dtype=torch.float64), 0
     for number, ids in enumerate(rows):
-        count = metric_.count(len(ids))
-        logits = logits_of(lm.model, ids[None], last=metric_.last)
-        unchanged += count * float(metric_.measure(logits, ids))
-        for part, found in trials(cap, ids, len(pairs), silence, metric_):
+        count = goal.count(len(ids))
+        logits = logits_of(lm.model, ids[None], last=goal.last)
+        unchanged += count * float(goal.measure(logits, ids))
+        for part, found in trials(cap, ids, len(pairs), silence, goal):
             values[part] += count * found.cpu()
             if progress:
                 label = f"layer {pairs[part.stop - 1][0]}"
@@ -105,9 +112,20 @@ def head_effects(
     frame = pd.DataFrame(
         {"layer": layer, "head": head, "value": value, "effect": value - unchanged / of}
     )
-    frame.attrs = {"model": lm.name, "metric": metric, "unit": metric_.unit, "how": how}
+    frame.attrs = {"model": lm.name, "metric": metric, "unit": goal.unit, "how": how}
     frame.attrs["unchanged"] = unchanged / of
     return frame
+
+
+def refuse_unknown(metric: object, target: object, against: object, how: object) -> None:
+    """Refuse options of `head_effects` that no model could take.
+
+    Raises:
+        InputError: an unknown metric or `how`; a target that is missing, or not asked for.
+    """
+    refuse_unmeasured(metric, target, against)
+    if how not in get_args(How):
+        raise InputError(f"how is one of {', '.join(get_args(How))}; got {how!r}")
 
 
 def _ids(lm: LanguageModel, texts: object, metric: Metric) -> list[Tensor]:

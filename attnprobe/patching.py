@@ -53,8 +53,8 @@ def patch_effects(
 
         restored = (LD_patched - LD_corrupt) / (LD_clean - LD_corrupt)
 
-    1 is all of it, 0 nothing. A place may restore more than 1, or less than 0. Meng, Bau, Andonian &
-    Belinkov 2022, *Locating and Editing Factual Associations in GPT*; Wang et al. 2022,
+    1 is all of it, 0 nothing. A place may restore more than 1, or less than 0. Meng, Bau, Andonian
+    & Belinkov 2022, *Locating and Editing Factual Associations in GPT*; Wang et al. 2022,
     *Interpretability in the Wild*; on the choice of metric and of corrupt text, Zhang & Nanda 2024,
     *Towards Best Practices of Activation Patching*.
 
@@ -149,9 +149,9 @@ def _refuse_same(best: float, base: float, logits: Tensor) -> None:
     size = float(logits.abs().max())
     if abs(best - base) <= ROUNDINGS * torch.finfo(logits.dtype).eps * size:
         raise InputError(
-            f"there is nothing to restore: the logit of the answer minus that of the wrong word is "
-            f"{best:.4g} after the clean text and {base:.4g} after the corrupt one. Give texts that "
-            "the model goes on with differently"
+            "there is nothing to restore: the logit of the answer minus that of the wrong word is "
+            f"{best:.4g} after the clean text and {base:.4g} after the corrupt one. Give texts "
+            "that the model goes on with differently"
         )
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PAGE = (".html", ".htm")
+PICTURES = (".svg", ".png", ".pdf")
 
 
 class Format(StrEnum):
@@ -100,6 +101,20 @@ def give_table(frame: pd.DataFrame, format: Format | None, out: Path | None) -> 
         printing.write(out, content if isinstance(content, bytes) else content + "\n")
 
 
+def check_table_or_picture(out: Path | None, format: Format | None) -> Format | None:
+    """As `check_table`, for what may be drawn as well: a picture's name asks for no format.
+
+    Raises:
+        InputError: as `check_table`; a format with the name of a picture, or a name of neither.
+    """
+    if out is None or (format is not None and out.suffix.lower() not in PICTURES):
+        return check_table(out, format)
+    if format is not None:
+        raise InputError(f"--format {format} does not go with a name like {out.name}")
+    check_file(out, (*_FORMATS, *PICTURES))
+    return None if out.suffix.lower() in PICTURES else check_table(out, None)
+
+
 def check_shown(out: Path | None, look: bool, suffixes: tuple[str, ...] = PAGE) -> None:
     """Refuse, before any work, a picture that nobody would see; else as `check_file`."""
     if out is None and not look:
@@ -133,14 +148,14 @@ def terminal_width() -> int | None:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr while the block runs, if stderr is a terminal."""
+def progress(what: str = "verifying") -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr while the block runs, if stderr is a terminal; `what` it begins with."""
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("verifying", total=None)
+        task = bar.add_task(what, total=None)
 
         def show(label: str, done: int, total: int) -> None:
             bar.update(task, description=label, completed=done, total=total)

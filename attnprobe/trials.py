@@ -44,17 +44,9 @@ class Metric:
         """The metric of this name.
 
         Raises:
-            InputError: there is none; a word that it needs is missing, or one that it does not take
-                is given; a word that is not one token.
+            InputError: as `refuse_unmeasured`; a word that is not one token.
         """
-        if name not in METRICS:
-            raise InputError(f"metric is one of {', '.join(METRICS)}; got {name!r}")
-        needed = {"target": name != "loss", "against": name == "logit_difference"}
-        for what, given in (("target", target), ("against", against)):
-            if needed[what] and given is None:
-                raise InputError(f"metric {name!r} needs {what}, a next word or its token id")
-            if not needed[what] and given is not None:
-                raise InputError(f"metric {name!r} takes no {what}, got {given!r}")
+        refuse_unmeasured(name, target, against)
         ids = (None if one is None else next_word(lm, one) for one in (target, against))
         return cls(name, *ids)
 
@@ -84,6 +76,22 @@ class Metric:
             return torch.stack(losses)
         found = logits[:, -1, self.target].double()
         return found if self.against is None else found - logits[:, -1, self.against].double()
+
+
+def refuse_unmeasured(name: object, target: object, against: object) -> None:
+    """Refuse what is no metric, or lacks a word or has one too many.
+
+    Raises:
+        InputError: it is so.
+    """
+    if name not in METRICS:
+        raise InputError(f"metric is one of {', '.join(METRICS)}; got {name!r}")
+    needed = {"target": name != "loss", "against": name == "logit_difference"}
+    for what, given in (("target", target), ("against", against)):
+        if needed[what] and given is None:
+            raise InputError(f"metric {name!r} needs {what}, a next word or its token id")
+        if not needed[what] and given is not None:
+            raise InputError(f"metric {name!r} takes no {what}, got {given!r}")
 
 
 def logits_of(model: nn.Module, ids: Tensor, *, last: bool) -> Tensor:

@@ -25,7 +25,7 @@ MEANINGS = {
 }
 """What each column that is drawn by itself means: in the title, and beside the scale."""
 
-LINE = 40
+LINE = 46
 """The longest line of a title, in characters: what fits above the smallest picture."""
 
 METRICS = {"loss": "loss", "logit": "logit", "logit_difference": "logit difference"}
