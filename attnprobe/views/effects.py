@@ -175,8 +175,8 @@ def _draw(grid: _Grid, rows: Sheet, columns: Sheet, ax: Axes | None) -> Axes:
         ax = drawing.new_figure(width + 1.9, height + below + 1.0, layout="compressed").subplots()
     else:
         width, height = _sides(ax)
-    colours = LinearSegmentedColormap.from_list("signed", SIGNED["light"])
-    colours.set_bad(alpha=0.0)
+    clear = (1.0, 1.0, 1.0, 0.0)
+    colours = LinearSegmentedColormap.from_list("signed", SIGNED["light"], bad=clear)
     ax.add_patch(drawing.hatched((-0.5, -0.5), wide, high, "no number"))
     ax.grid(visible=False)
     image = ax.imshow(
