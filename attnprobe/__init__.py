@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnprobe.ablation import head_effects
     from attnprobe.attribution import LogitContributions, logit_contributions
     from attnprobe.capturing import capture
     from attnprobe.editing import edit
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from attnprobe.hooks import probe
     from attnprobe.looking import attended, attended_by
     from attnprobe.models import load
+    from attnprobe.patching import patch_effects
     from attnprobe.recompute import scores, weights
     from attnprobe.records import AttentionCall, Capture, LanguageModel
     from attnprobe.report import VerificationReport
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from attnprobe.verification import verify
     from attnprobe.views.attention import attention_view
     from attnprobe.views.bertviz import head_view, model_view, neuron_view
+    from attnprobe.views.effects import effect_map
     from attnprobe.views.overview import report_view
     from attnprobe.views.page import View
     from attnprobe.views.plots import heatmap, heatmap_grid
@@ -46,6 +49,8 @@ __all__ = [
     "attention_view",
     "capture",
     "edit",
+    "effect_map",
+    "head_effects",
     "head_stats",
     "head_view",
     "heatmap",
@@ -54,6 +59,7 @@ __all__ = [
     "logit_contributions",
     "model_view",
     "neuron_view",
+    "patch_effects",
     "probe",
     "report_view",
     "scale_variance",
@@ -69,6 +75,7 @@ __all__ = [
 
 # No module may have the name of something in it: importing it would put it where that belongs.
 _HOMES = {
+    "ablation": ("head_effects",),
     "attribution": ("LogitContributions", "logit_contributions"),
     "errors": ("AttnprobeError", "InputError", "ModelError", "NonFiniteError"),
     "capturing": ("capture",),
@@ -77,6 +84,7 @@ _HOMES = {
     "heads": ("head_stats",),
     "hooks": ("probe",),
     "models": ("load",),
+    "patching": ("patch_effects",),
     "records": ("AttentionCall", "Capture", "LanguageModel"),
     "recompute": ("scores", "weights"),
     "report": ("VerificationReport",),
@@ -86,6 +94,7 @@ _HOMES = {
     "verification": ("verify",),
     "views.attention": ("attention_view",),
     "views.bertviz": ("head_view", "model_view", "neuron_view"),
+    "views.effects": ("effect_map",),
     "views.overview": ("report_view",),
     "views.page": ("View",),
     "views.plots": ("heatmap", "heatmap_grid"),

@@ -19,7 +19,7 @@ import typer
 
 from attnprobe.errors import InputError
 from attnprobe.exits import BUG, INTERRUPTED, VERDICTS, exits, interrupted, warnings_as_notes
-from attnprobe.kinds import KINDS, kind_of
+from attnprobe.kinds import KINDS, effect_picture, kind_of
 from attnprobe.options import (
     SENTENCE,
     Attn,
@@ -41,9 +41,11 @@ from attnprobe.options import (
 )
 from attnprobe.targets import (
     PAGE,
+    PICTURES,
     check_file,
     check_shown,
     check_table,
+    check_table_or_picture,
     give_shown,
     give_table,
     progress,
@@ -281,6 +283,46 @@ def view(
         with warnings_as_notes():
             content = chosen.draw(cap, {"layer": None, "head": None} | given, suffix)
         give_shown(content, out, look, suffix)
+
+
+@app.command()
+def ablate(
+    text: Text = SENTENCE,
+    metric: Annotated[str, typer.Option(help="loss, logit or logit_difference.")] = "loss",
+    target: Annotated[str | None, typer.Option(help="A next word, whose logit counts.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Another: the difference of their logits counts.")
+    ] = None,
+    how: Annotated[str, typer.Option(help="The head's output: zero, mean or resample.")] = "zero",
+    format: FormatOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write to this file: a table, or a picture (.svg, .png, .pdf)."),
+    ] = None,
+    model: Model = "bundled",
+    dtype: Dtype = "float32",
+    attn: Attn = None,
+    device: Device = "cpu",
+    revision: Revision = None,
+) -> None:
+    """Silence each head in turn, and show what becomes of the loss, or of a next word's logit."""
+    with exits():
+        format = check_table_or_picture(out, format)
+        options: dict[str, Any] = {"metric": metric, "target": target, "against": against}
+        options |= {"how": how}
+        from attnprobe.ablation import head_effects, refuse_unknown
+        from attnprobe.models import load
+
+        refuse_unknown(**options)  # before a model is loaded in vain
+        lm = load(model, revision=revision, dtype=dtype, attn=attn, device=device)
+        with progress("silencing heads") as show:
+            frame = head_effects(lm, text, **options, progress=show)
+        if out is not None and out.suffix.lower() in PICTURES:
+            with warnings_as_notes():
+                content = effect_picture(frame, out.suffix.lower())
+            give_shown(content, out, False, out.suffix)
+        else:
+            give_table(frame, format, out)
 
 
 @app.command()

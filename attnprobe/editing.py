@@ -78,7 +78,9 @@ def edit(
             ran unseen.
     """
     one_of("part", part, ("encoder", "decoder", "cross"))
-    where = Where(part, _numbers(layers, "layer"), _pairs(heads), _numbers(positions, "position"))
+    where = Where(
+        part, _numbers(layers, "layer"), heads_by_layer(heads), _numbers(positions, "position")
+    )
     change = Change(
         *(where, scale, mask, window, _numbers(drop, "position"), temperature, weights),
         *(query, key, value, head_output, reference, whole(seed, "seed"), kernel),
@@ -120,7 +122,7 @@ def _numbers(given: Iterable[int] | None, what: str) -> frozenset[int] | None:
     return found
 
 
-def _pairs(given: Iterable[tuple[int, int]] | None) -> dict[int, frozenset[int]] | None:
+def heads_by_layer(given: Iterable[tuple[int, int]] | None) -> dict[int, frozenset[int]] | None:
     """(layer, head) pairs as heads by layer; None for all of them.
 
     Raises:

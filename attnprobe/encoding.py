@@ -83,8 +83,8 @@ def _batch(
     if side not in ("left", "right"):
         raise InputError(f"padding_side must be 'left' or 'right', not {side!r}")
     filler = getattr(lm.tokenizer, "pad_token_id", None) or 0
-    accepted = _accepted(lm.model)
-    if "input_ids" not in accepted:
+    names = accepted(lm.model)
+    if "input_ids" not in names:
         raise ModelError(
             f"{type(lm.model).__name__} takes no token ids: there is no text to give it"
         )
@@ -95,15 +95,15 @@ def _batch(
     mask = pad_sequence(marks, batch_first=True, padding_value=0, padding_side=side)  # (B, T)
     inputs = {"input_ids": input_ids, "attention_mask": mask}
     if not mask[:, 0].all():
-        _refuse_positions(lm.model, accepted)
-    if not mask[:, 0].all() and "position_ids" in accepted:
+        _refuse_positions(lm.model, names)
+    if not mask[:, 0].all() and "position_ids" in names:
         # Absolute positions count from a text's first token, not from the padding before it.
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0) + _first_position(lm.model)
     words = (read(lm.tokenizer, row, one) for row, one in zip(ids, texts, strict=True))
     return Batch(texts, tuple(words), mask.bool(), inputs)
 
 
-def _accepted(model: nn.Module) -> set[str]:
+def accepted(model: nn.Module) -> set[str]:
     """The names that a model's forward takes; a wrapper's (peft's) hands the rest to the inner."""
     inner = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), model)
     parameters = inspect.signature(model.forward).parameters
@@ -166,7 +166,7 @@ def _encoded(lm: LanguageModel, given: Mapping[str, Any]) -> list[list[int]]:
     """The ids of what a tokenizer returned, without the padding that its attention_mask marks."""
     if "input_ids" not in given:
         raise InputError(f"expected what a tokenizer returns, with input_ids; got {[*given]}")
-    rest = _accepted(lm.model) & {*given} - {"input_ids", "attention_mask"}
+    rest = accepted(lm.model) & {*given} - {"input_ids", "attention_mask"}
     other = [name for name in sorted(rest) if torch.as_tensor(given[name]).any()]
     if other:
         raise InputError(f"capture gives a model its token ids alone, and no {', '.join(other)}")

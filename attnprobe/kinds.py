@@ -9,9 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attnprobe.errors import InputError
-from attnprobe.targets import PAGE
+from attnprobe.targets import PAGE, PICTURES
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from attnprobe.records import Capture
 
 Options = Mapping[str, Any]
@@ -94,12 +96,23 @@ def _heatmap(cap: Capture, options: Options, suffix: str) -> bytes:
     return picture((heatmap if one else heatmap_grid)(cap, **options), suffix.removeprefix("."))
 
 
+def effect_picture(frame: pd.DataFrame, suffix: str) -> bytes:
+    """What `effect_map` draws of a frame, as the content of a file whose name ends so."""
+    import matplotlib as mpl
+
+    from attnprobe.views.effects import effect_map
+    from attnprobe.views.plots import picture
+
+    mpl.use("agg")
+    return picture(effect_map(frame), suffix.removeprefix("."))
+
+
 KINDS = {
     "head": _view("head_view", "layer", "head", "by"),
     "model": _view("model_view", "layer", "head", "by"),
     "neuron": _view("neuron_view", "layer", "head"),
     "attention": _view("attention_view", "layer", "head", "by"),
-    "heatmap": Kind(_heatmap, ("layer", "head", "by"), (".svg", ".png", ".pdf")),
+    "heatmap": Kind(_heatmap, ("layer", "head", "by"), PICTURES),
     "walk": _view("walkthrough_view", "word", "layer", "head", "nth", "lang"),
 }
 """By the name that `--kind` gives."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PAGE = (".html", ".htm")
+PICTURES = (".svg", ".png", ".pdf")
 
 
 class Format(StrEnum):
@@ -104,6 +105,20 @@ def give_table(
         print(content)
     else:
         printing.write(out, content if isinstance(content, bytes) else content + "\n")
+
+
+def check_table_or_picture(out: Path | None, format: Format | None) -> Format | None:
+    """As `check_table`, for what may be drawn as well: a picture's name asks for no format.
+
+    Raises:
+        InputError: as `check_table`; a format with the name of a picture, or a name of neither.
+    """
+    if out is None or (format is not None and out.suffix.lower() not in PICTURES):
+        return check_table(out, format)
+    if format is not None:
+        raise InputError(f"--format {format} does not go with a name like {out.name}")
+    check_file(out, (*_FORMATS, *PICTURES))
+    return None if out.suffix.lower() in PICTURES else check_table(out, None)
 
 
 def check_shown(out: Path | None, look: bool, suffixes: tuple[str, ...] = PAGE) -> None:

@@ -235,6 +235,47 @@ def test_words_skip_the_first_and_go_to_parquet(model: str, tmp_path: Path) -> N
     assert 0 not in set(frame.key_pos)
 
 
+ABLATE = ["ablate", "She went into the", "--metric", "logit", "--target", "house"]
+
+
+def test_ablate_shows_every_head_as_a_table_a_file_and_a_picture(tmp_path: Path) -> None:
+    wanted = ap.head_effects(ap.load("bundled"), ABLATE[1], "logit", target="house")
+    shown = run(*ABLATE).stdout.splitlines()
+    assert shown[0].split() == ["layer", "head", "value", "effect"]
+    assert len(shown) == 2 + len(wanted)
+    out = tmp_path / "heads.csv"
+    assert run(*ABLATE, "--out", str(out)).exit_code == 0
+    pd.testing.assert_frame_equal(pd.read_csv(out), wanted, atol=1e-5)
+    for name, begins in (("heads.png", b"\x89PNG"), ("heads.svg", b"<?xml"), ("H.PDF", b"%PDF")):
+        done = run(*ABLATE, "--how", "mean", "--out", str(tmp_path / name))
+        assert (done.exit_code, done.stdout) == (0, "")
+        assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--metric", "logit"], "metric 'logit' needs target"),
+        (["--target", "x"], "metric 'loss' takes no target, got 'x'"),
+        (["--metric", "speed"], "metric is one of loss, logit, logit_difference; got 'speed'"),
+        (["--how", "noise"], "how is one of zero, mean, resample; got 'noise'"),
+        (["--out", "x.html"], "expected a name in .csv, .json, .parquet, .txt, .svg, .png, .pdf"),
+        (["--out", "x.png", "--format", "csv"], "--format csv does not go with a name like x.png"),
+        (
+            ["--out", "x.csv", "--format", "json"],
+            "--format json does not go with a name like x.csv",
+        ),
+        (["--out", "no/x.png"], "there is no folder no"),
+        (["--metric", "logit", "--target", "unbelievably"], "is not one token but ' un' (581)"),
+    ],
+)
+def test_ablate_refuses_with_one_message(options: list[str], said: str) -> None:
+    done = run("ablate", "She went into the", *options)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_walk_prints_every_step_or_writes_a_page(model: str, tmp_path: Path) -> None:
     options = ("--model", model, "--word", "playing", "--layer", "1", "--head", "1")
     result = run("walk", TEXT, *options)

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.backend_bases import RendererBase
+from matplotlib.colorbar import Colorbar
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
@@ -82,7 +83,7 @@ class _Figure(Figure):
             super().draw(renderer)
 
 
-def _figure(width: float, height: float, layout: Literal["compressed", "none"]) -> Figure:
+def new_figure(width: float, height: float, layout: Literal["compressed", "none"]) -> Figure:
     """A figure of pyplot's: a notebook shows it, and so does `plt.show()`."""
     from matplotlib import pyplot  # not where an `ax` is given: it may choose a backend
 
@@ -95,7 +96,8 @@ def _side(ax: Axes) -> float:
     return float(min(box.width, box.height) / ax.figure.dpi)
 
 
-def _lay_out(ax: Axes) -> None:
+def lay_out(ax: Axes) -> None:
+    """Let the layout of a figure that has one make room, so that sizes are known."""
     figure = ax.get_figure(root=True)
     engine = figure.get_layout_engine() if figure is not None else None
     if figure is not None and engine is not None:
@@ -109,7 +111,7 @@ def draw_one(panel: Panel, sheet: Sheet, ax: Axes | None) -> Axes:
     if ax is None:
         side = max(2.4, min(0.4 * count, 6.0), min(0.15 * count, 16.0))
         margin = sheet.width(72 * side / count) / 72
-        figure = _figure(side + margin + 1.7, side + margin + 1.0, layout="compressed")
+        figure = new_figure(side + margin + 1.7, side + margin + 1.0, layout="compressed")
         ax = figure.subplots()
     else:
         side = _side(ax)
@@ -121,7 +123,7 @@ def draw_one(panel: Panel, sheet: Sheet, ax: Axes | None) -> Axes:
     ax.set_title(sheet.title, **sheet.literal)
     _label(ax, sheet, 72 * side / count)
     if given:  # the scale has taken its room, and so does the layout of a figure that has one
-        _lay_out(ax)
+        lay_out(ax)
         _label(ax, sheet, 72 * _side(ax) / count)
     return ax
 
@@ -143,12 +145,12 @@ def draw_grid(
             image = _cells(ax, panel, sheet.vmax)
             ax.set(xticks=[], yticks=[])
     for ax, layer in zip(grid[:, 0], layers, strict=True):
-        _label_rows(ax, sheet, cell)
+        label_rows(ax, sheet, cell)
         ax.set_ylabel(f"layer {layer}")
     for ax, head in zip(grid[0], heads, strict=True):
         ax.set_title(f"head {head}", fontsize=LARGEST)
     for ax in grid[-1]:
-        _label_columns(ax, sheet, cell)
+        label_columns(ax, sheet, cell)
     _finish_grid(figure, grid, sheet, image, [panel for across in panels for panel in across])
     return grid
 
@@ -161,7 +163,7 @@ def _grid(rows: int, columns: int, side: float, label: float) -> tuple[Figure, n
     wide, high = columns * (side + GAP) - GAP, rows * (side + GAP) - GAP
     left, bottom = label + 0.8, label + 0.45
     width, height = left + wide + 1.3, bottom + high + 0.8
-    figure = _figure(width, height, layout="none")
+    figure = new_figure(width, height, layout="none")
     return figure, figure.subplots(
         rows,
         columns,
@@ -195,7 +197,7 @@ def _finish_grid(
 def _cells(ax: Axes, panel: Panel, vmax: float) -> AxesImage:
     count = len(panel.weights)
     # Masked cells are transparent, and show what lies below them.
-    ax.add_patch(_hatched((-0.5, -0.5), count))
+    ax.add_patch(hatched((-0.5, -0.5), count, count))
     ax.grid(visible=False)
     return ax.imshow(
         np.ma.masked_array(panel.weights, ~panel.allowed),
@@ -208,17 +210,20 @@ def _cells(ax: Axes, panel: Panel, vmax: float) -> AxesImage:
     )
 
 
-def _hatched(corner: tuple[float, float], side: float) -> Rectangle:
+def hatched(
+    corner: tuple[float, float], width: float, height: float, label: str = "masked"
+) -> Rectangle:
+    """What stands where there is no number."""
     return Rectangle(
         corner,
-        side,
-        side,
+        width,
+        height,
         facecolor="#eef1f5",
         edgecolor="#b4bcc8",
         hatch="////",
         linewidth=0,
         zorder=-1,
-        label="masked",
+        label=label,
     )
 
 
@@ -228,29 +233,35 @@ def _explain(image: AxesImage, panels: Sequence[Panel], **where: Any) -> None:
     bar = image.figure.colorbar(image, extend="max" if beyond else "neither", **where)
     bar.set_label("weight")
     if not all(panel.allowed.all() for panel in panels):
-        bar.ax.legend(
-            handles=[_hatched((0, 0), 1)],
-            loc="upper left",
-            bbox_to_anchor=(0.0, -0.04),
-            borderpad=0,
-            borderaxespad=0,
-            frameon=False,
-            handlelength=1.1,
-        )
+        explain_hatched(bar, hatched((0, 0), 1, 1))
+
+
+def explain_hatched(bar: Colorbar, patch: Rectangle) -> None:
+    """Below a scale, what is hatched."""
+    bar.ax.legend(
+        handles=[patch],
+        loc="upper left",
+        bbox_to_anchor=(0.0, -0.04),
+        borderpad=0,
+        borderaxespad=0,
+        frameon=False,
+        handlelength=1.1,
+    )
 
 
 def _label(ax: Axes, sheet: Sheet, cell: float) -> None:
-    _label_rows(ax, sheet, cell)
-    _label_columns(ax, sheet, cell)
+    label_rows(ax, sheet, cell)
+    label_columns(ax, sheet, cell)
 
 
-def _label_rows(ax: Axes, sheet: Sheet, cell: float) -> None:
+def label_rows(ax: Axes, sheet: Sheet, cell: float) -> None:
+    """Labels at the left, as many as do not meet."""
     step = sheet.step(cell)
     at = range(0, len(sheet.labels), step)
     ax.set_yticks(at, sheet.labels[::step], fontsize=sheet.points(cell), **sheet.literal)
 
 
-def _label_columns(ax: Axes, sheet: Sheet, cell: float) -> None:
+def label_columns(ax: Axes, sheet: Sheet, cell: float) -> None:
     """Labels below, turned if they are wider than their cells; a single character stays upright."""
     step, size = sheet.step(cell), sheet.points(cell)
     shown = sheet.labels[::step]

@@ -74,7 +74,7 @@ def heatmap(
     layers, heads = _chosen(cap, [layer], [head])
     panels = _panels(cap, layers, heads, by, text)
     sheet, lacking = _sheet(cap, panels, f"layer {layer}, head {head}", by, text, vmax)
-    _warn_of(lacking)
+    warn_of(lacking)
     return drawing.draw_one(panels[0][0], sheet, ax)
 
 
@@ -107,7 +107,7 @@ def heatmap_grid(
     layers, heads = _chosen(cap, layer, head)
     panels = _panels(cap, layers, heads, by, text)
     sheet, lacking = _sheet(cap, panels, "", by, text, vmax)
-    _warn_of(lacking)
+    warn_of(lacking)
     return drawing.draw_grid(panels, sheet, layers, heads)
 
 
@@ -172,22 +172,23 @@ def _sheet(
         vmax = max(float(panel.weights.max()) for row in panels for panel in row)
     elif not (isinstance(vmax, int | float) and math.isfinite(vmax) and vmax > 0):
         raise InputError(f"vmax must be a weight above 0, got {vmax!r}")
-    name = _shortened(cap.lm.name, LONGEST_NAME) if cap.lm is not None else ""
+    name = shortened(cap.lm.name, LONGEST_NAME) if cap.lm is not None else ""
     heading = ", ".join(filter(None, (name, which)))
     letters = fonts.legible([heading, *cap.words_of(text).labels(by)])
     heading, *labels = letters.texts
     title = "\n".join(filter(None, (heading, f"attention weights by {by}")))
-    labels = [_shortened(label, LONGEST) for label in labels]
+    labels = [shortened(label, LONGEST) for label in labels]
     return drawing.Sheet(title, by, labels, letters.families, vmax), letters.lacking
 
 
-def _shortened(label: str, longest: int) -> str:
+def shortened(label: str, longest: int) -> str:
+    """A label, or beginning and end of a longer one."""
     if len(label) <= longest:
         return label
     return f"{label[: longest // 2]}…{label[1 - longest // 2 :]}"
 
 
-def _warn_of(lacking: list[str]) -> None:
+def warn_of(lacking: list[str]) -> None:
     """Say once which characters are shown as code points."""
     if lacking:
         named = ", ".join(f"{one} (U+{ord(one):04X})" for one in lacking[:10])
