@@ -15,16 +15,15 @@ from torch import Tensor
 from attnprobe.capturing import capture
 from attnprobe.changes import Change
 from attnprobe.editing import changed, heads_by_layer
-from attnprobe.encoding import encode
-from attnprobe.errors import InputError, ModelError
+from attnprobe.errors import InputError
 from attnprobe.models import as_language_model
+from attnprobe.predicting import logits_of, texts_of
 from attnprobe.records import Capture, LanguageModel
 from attnprobe.sites import ByText, Where
 from attnprobe.trials import (
     Metric,
     MetricName,
     Progress,
-    logits_of,
     refuse_unfit,
     refuse_unmeasured,
     trials,
@@ -81,14 +80,14 @@ def head_effects(
 
     Raises:
         InputError: what `capture` refuses; an unknown metric or `how`; a target that is missing,
-            not asked for, or not one token; a head that is not there; no text of two tokens for a
+            not asked for, or not one token; a head that is not there; a text of one token for a
             loss; an edit that is open on the model.
         ModelError: a model that predicts no next word, or whose heads are not all seen.
     """
     lm = as_language_model(lm)
     refuse_unknown(metric, target, against, how)
     goal = Metric.of(lm, metric, target, against, texts if isinstance(texts, str) else "")
-    rows = _ids(lm, texts, goal)
+    rows = texts_of(lm, texts, least=1 if goal.last else 2)
     cap = capture(lm, min(rows, key=len))
     refuse_unfit(cap)
     pairs = _present(cap, heads)
@@ -126,20 +125,6 @@ def refuse_unknown(metric: object, target: object, against: object, how: object)
     refuse_unmeasured(metric, target, against)
     if how not in get_args(How):
         raise InputError(f"how is one of {', '.join(get_args(How))}; got {how!r}")
-
-
-def _ids(lm: LanguageModel, texts: object, metric: Metric) -> list[Tensor]:
-    """The token ids of each text that the metric is of, (T,)."""
-    if getattr(getattr(lm.model, "config", None), "is_encoder_decoder", False):
-        raise ModelError(
-            f"{type(lm.model).__name__} is an encoder-decoder: it goes on with no text of its own"
-        )
-    batch = encode(lm, texts, padding_side="right")
-    rows = [ids[own] for ids, own in zip(batch.inputs["input_ids"], batch.padding, strict=True)]
-    counted = [row for row in rows if metric.count(len(row)) > 0]
-    if not counted:
-        raise InputError("a loss is of next tokens: give a text of at least two")
-    return counted
 
 
 def _present(cap: Capture, heads: Iterable[tuple[int, int]] | None) -> list[tuple[int, int]]:

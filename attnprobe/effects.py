@@ -236,7 +236,7 @@ class _Run:
                 factor(call.query.shape[-1], own.width) / call.scaled_before
             )
         with changed(lm, Change(Where(), see=self.weights.see, **options)):
-            return logits_of(lm.model, ids)
+            return logits_of(lm.model, ids[None])[0]
 
 
 def _unchanged(model: nn.Module, ids: Tensor, own: _Own, weights: _Weights) -> Tensor:
@@ -253,7 +253,7 @@ def _unchanged(model: nn.Module, ids: Tensor, own: _Own, weights: _Weights) -> T
         return run()
 
     with replaced(model, handle) as unseen:
-        logits = logits_of(model, ids)
+        logits = logits_of(model, ids[None])[0]
     if unseen or not own.factors:
         reason = str(unseen[0]) if unseen else "it has no softmax attention to be seen"
         raise ModelError(f"{type(model).__name__} cannot be changed: {reason}")

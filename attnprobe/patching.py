@@ -17,9 +17,10 @@ from attnprobe.changes import Change
 from attnprobe.editing import changed
 from attnprobe.errors import InputError, ModelError
 from attnprobe.models import as_language_model
+from attnprobe.predicting import logits_of
 from attnprobe.records import Capture
 from attnprobe.sites import ByText, Where
-from attnprobe.trials import Metric, Progress, logits_of, refuse_unfit, trials
+from attnprobe.trials import Metric, Progress, refuse_unfit, trials
 
 PatchBy = Literal["position", "head"]
 What = Literal["head_output", "residual"]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnprobe.capturing import output_of, refuse_random
-from attnprobe.encoding import encode
+from attnprobe.capturing import refuse_random
+from attnprobe.encoding import accepted, encode
 from attnprobe.errors import InputError, ModelError, NonFiniteError
 from attnprobe.records import LanguageModel
 
@@ -18,12 +18,13 @@ TOKENS_AT_ONCE = 64
 """How many tokens' logits are compared in float64 at a time."""
 
 
-def texts_of(lm: LanguageModel, text: Any) -> list[Tensor]:
+def texts_of(lm: LanguageModel, text: Any, least: int = 2) -> list[Tensor]:
     """The token ids of each text, (T,) int64: they run one by one, so that nothing is padded.
 
     Args:
         lm: a model that predicts the next token.
         text: as `capture` takes it.
+        least: how many tokens a text needs: two, where a next one is to be known.
 
     Raises:
         InputError: as `capture`; a text of one token, which has no next one to predict.
@@ -44,19 +45,31 @@ def texts_of(lm: LanguageModel, text: Any) -> list[Tensor]:
     batch = encode(lm, text, padding_side="right")
     ids = [row[here] for row, here in zip(batch.inputs["input_ids"], batch.padding, strict=True)]
     for number, one in enumerate(ids):
-        if len(one) < 2:
+        if len(one) < least:
             raise InputError(
                 f"text {number} has one token, and no next one to predict: give at least two"
             )
     return ids
 
 
-def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """A forward's logits, (T, V), of one text, (T,)."""
-    tokens = torch.ones_like(ids)[None]
+def logits_of(model: nn.Module, ids: Tensor, *, last: bool = False) -> Tensor:
+    """A forward's logits, (N, T, V), of ids (N, T); of the last token alone, (N, 1, V).
+
+    Raises:
+        ModelError: it has none for each token.
+    """
+    names = accepted(model)
+    options = {"logits_to_keep": 1, "use_cache": False} if last else {"use_cache": False}
+    options = {name: one for name, one in options.items() if name in names}
     with torch.no_grad():
-        outputs = model(input_ids=ids[None], attention_mask=tokens)
-    return output_of(outputs, model, tokens)[0]
+        outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+    logits = getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor) or logits.dim() != 3:
+        raise ModelError(
+            f"{type(model).__name__} gives no logits for each token: load it with its "
+            "language-model head"
+        )
+    return logits[:, -1:] if last else logits
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from attnprobe.continuations import next_token
 from attnprobe.encoding import accepted
 from attnprobe.errors import InputError, ModelError
+from attnprobe.predicting import logits_of
 from attnprobe.records import Capture, LanguageModel
 
 BYTES_AT_ONCE = 2**28
@@ -98,26 +99,6 @@ def refuse_unmeasured(name: object, target: object, against: object) -> None:
             raise InputError(f"metric {name!r} needs {what}, a next word or its token id")
         if not needed[what] and given is not None:
             raise InputError(f"metric {name!r} takes no {what}, got {given!r}")
-
-
-def logits_of(model: nn.Module, ids: Tensor, *, last: bool) -> Tensor:
-    """A forward's logits, (N, T, V), or (N, 1, V) of the last token, of ids (N, T).
-
-    Raises:
-        ModelError: it has none for each token.
-    """
-    names = accepted(model)
-    options = {"logits_to_keep": 1, "use_cache": False} if last else {"use_cache": False}
-    options = {name: one for name, one in options.items() if name in names}
-    with torch.no_grad():
-        outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
-    logits = getattr(outputs, "logits", None)
-    if not isinstance(logits, Tensor) or logits.dim() != 3:
-        raise ModelError(
-            f"{type(model).__name__} gives no logits for each token: load it with its "
-            "language-model head"
-        )
-    return logits[:, -1:] if last else logits
 
 
 def trials(

@@ -133,12 +133,6 @@ def test_some_heads_are_as_among_all(model):
     pd.testing.assert_frame_equal(some, every.loc[[(0, 5), (2, 1)]], rtol=1e-10)
 
 
-def test_a_text_of_one_token_has_no_loss_to_count(model):
-    frame = ap.head_effects(model, [*TEXTS, [3]], heads=[(0, 0)])
-    wanted = ap.head_effects(model, TEXTS, heads=[(0, 0)])
-    pd.testing.assert_frame_equal(frame, wanted)
-
-
 # How it runs
 
 
@@ -210,7 +204,7 @@ def test_the_model_is_as_before_also_after_an_exception(model):
         ((TEXTS,), {"heads": [(3, 0)]}, "no head 0 in layer 3: the model has 3 layers of 6 heads"),
         ((TEXTS,), {"heads": [(0, 6)]}, "no head 6 in layer 0"),
         ((TEXTS,), {"heads": []}, "at least one"),
-        (([[3], [4]],), {}, "give a text of at least two"),
+        (([[3, 5], [4]],), {}, "text 1 has one token.*give at least two"),
         (([[]],), {}, "no tokens"),
     ],
 )
@@ -237,11 +231,11 @@ def test_refuses_models_that_predict_no_next_word(gpt2):
         num_attention_heads=6,
         intermediate_size=70,
     )
-    with pytest.raises(ap.ModelError, match="BertForMaskedLM sees later words"):
+    with pytest.raises(ap.ModelError, match="BertForMaskedLM predicts no next token"):
         ap.head_effects(BertForMaskedLM(config).eval(), TEXTS)
     base = gpt2().transformer
     assert isinstance(base, GPT2Model)
-    with pytest.raises(ap.ModelError, match="GPT2Model gives no logits"):
+    with pytest.raises(ap.ModelError, match="GPT2Model predicts no next token"):
         ap.head_effects(base, TEXTS)
 
 
