@@ -265,3 +265,17 @@ def test_smollm2s_heads_would_be_sharp_without_the_scale(smollm2):
     assert 1 < heads["variance_scaled"].median() < 10
     assert (heads["entropy_unscaled"] < heads["entropy"]).all()
     assert heads["entropy"].mean() > 5 * heads["entropy_unscaled"].mean()
+
+
+@pytest.mark.parametrize("name", ["bundled", "gpt2_sized", "smollm2"])
+def test_the_formula_writes_the_same_fifty_tokens_as_the_models_own_kernel(name, request):
+    lm = ap.load("bundled") if name == "bundled" else request.getfixturevalue(name)
+    inputs = lm.tokenizer("The children were playing in the green park", return_tensors="pt")
+    options = {"max_new_tokens": 50, "min_new_tokens": 50, "do_sample": False}
+    options["pad_token_id"] = lm.tokenizer.eos_token_id
+    own = lm.model.generate(**inputs, **options)
+    with ap.edit(lm, kernel="formula"):
+        ours = lm.model.generate(**inputs, **options)
+    print(lm.tokenizer.decode(ours[0]))
+    assert own.shape[1] == inputs["input_ids"].shape[1] + 50
+    assert torch.equal(own, ours)
