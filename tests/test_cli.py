@@ -266,7 +266,10 @@ def test_ablate_shows_every_head_as_a_table_a_file_and_a_picture(tmp_path: Path)
             "--format json does not go with a name like x.csv",
         ),
         (["--out", "no/x.png"], "there is no folder no"),
-        (["--metric", "logit", "--target", "unbelievably"], "is not one token but ' un' (581)"),
+        (
+            ["--metric", "logit", "--target", "unbelievably"],
+            "is not one token here but ' un' (id 581)",
+        ),
     ],
 )
 def test_ablate_refuses_with_one_message(options: list[str], said: str) -> None:
