@@ -116,11 +116,24 @@ class VerificationReport:
                 for row in self.rows
                 if row.check == "output" and row.verdict == "not_checked"
             )
-            return f"NOT CHECKED: output: {'; '.join(reasons) or 'the check was not asked for'}"
+            why = "; ".join(reasons) or "the check was not asked for"
+            return f"NOT CHECKED: output: {why}{self._rest()}"
         return (
             f"VERIFIED: the model computed softmax(QKᵀ/√d_k + M)V in {self._extent()}; the worst "
             f"comparison stands at {ratio_text(self.worst.ratio)} of its bound "
             f"({_place(self.worst)}){self._gaps()}"
+        )
+
+    def _rest(self) -> str:
+        """Of a report that is not verified as a whole: what was found where it was checked."""
+        checked = [row for row in self.rows if row.check == "output" and row.verdict == "verified"]
+        if not checked or self.worst is None:
+            return ""
+        layers = len({(row.part, row.layer) for row in checked})
+        return (
+            f". Of the others, {len(checked)} heads in {_count(layers, 'layer')}, the worst "
+            f"comparison stands at {ratio_text(self.worst.ratio)} of its bound "
+            f"({_place(self.worst)})"
         )
 
     def _extent(self) -> str:
@@ -131,7 +144,7 @@ class VerificationReport:
         several = any(row.part for row in self.rows)  # each with its own number of layers
         if several or self.model_layers == layers:
             return f"all {layers} layers and {heads} heads"
-        seen = f"{layers} attention layer{'' if layers == 1 else 's'} and {heads} heads"
+        seen = f"{_count(layers, 'attention layer')} and {heads} heads"
         has = "" if self.model_layers is None else f" (the model has {self.model_layers} layers)"
         return seen + has
 
@@ -224,6 +237,10 @@ def _badness(row: Row) -> float:
     if row.verdict == "not_checked":
         return -1.0 if math.isnan(row.error) else 1.0
     return row.ratio
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _place(row: Row) -> str:

@@ -34,6 +34,7 @@ ORDER = [
     "following",
     "interception",
     "hooks",
+    "keeping",
     "capturing",
     "projections",
     "residual",
