@@ -6,9 +6,10 @@ import html
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import pandas as pd
+if TYPE_CHECKING:
+    import pandas as pd
 
 Verdict = Literal["verified", "mismatch", "not_checked"]
 
@@ -170,6 +171,8 @@ class VerificationReport:
         `layer` and `head` are nullable Int64, `error`, `bound` and `ratio` float64. Of an
         encoder-decoder, part stands before layer.
         """
+        import pandas as pd
+
         records = [asdict(row) | {"ratio": row.ratio, "verdict": row.verdict} for row in self.rows]
         parts = ["part"] if any(row.part for row in self.rows) else []
         frame = pd.DataFrame(records, columns=[COLUMNS[0], *parts, *COLUMNS[1:]])
@@ -217,6 +220,8 @@ class VerificationReport:
         return f"{self._heading()}\n{table}\n{self.summary}"
 
     def _repr_html_(self) -> str:
+        import pandas as pd
+
         with pd.option_context("display.max_colwidth", None):  # else pandas cuts the reasons
             table = _readable(self.by_check().to_frame()).to_html(index=False, border=0)
         heading, summary = html.escape(self._heading()), html.escape(self.summary)
@@ -255,6 +260,8 @@ def _finite(number: float) -> float | None:
 
 def _readable(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame as text: errors to two digits, the ratio as a percentage, nothing for no number."""
+    import pandas as pd
+
     formats: dict[str, Callable[[Any], str]] = {
         "error": "{:.1e}".format,
         "bound": "{:.1e}".format,
