@@ -66,7 +66,9 @@ def verify(
             step; without the `logits` check. A slice of them does as well. Or a model, as `capture`
             takes it, which is then run on `text`: each layer is checked as soon as it has run, and
             nothing of it is kept.
-        text, target, padding_side: of a model, as for `capture`.
+        text, target, padding_side: of a model, as for `capture`. Several texts run as one padded
+            batch: in groups of one length there would be no padding, and what the model does with
+            it would go unchecked. Texts of very different lengths cost less one at a time.
         checks: some of the names above; all of them by default.
         progress: called as `progress(label, done, total)` after each layer.
 

@@ -1,8 +1,8 @@
 """What it takes to look into a model: time beside a plain forward, memory, and what is kept.
 
-`make bench` writes docs/benchmarks.md; `make bench-peers` first makes an environment for each of the
-other libraries, whose requirements clash with each other's. Every time is a ratio to a plain forward
-that ran just before it in the same process; every memory is of a process of its own.
+`make bench` writes docs/benchmarks.md; `make bench-peers` first makes an environment for each of
+the other libraries, whose requirements clash with each other's. Every time is a ratio to a plain
+forward that ran just before it in the same process; every memory is of a process of its own.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ class Runner:
     begun: float = field(default_factory=time.monotonic)
 
     def say(self, what: str) -> None:
+        """Where it stands, with the seconds since it began."""
         print(f"bench: {time.monotonic() - self.begun:6.0f} s  {what}", file=sys.stderr, flush=True)
 
     def work(

@@ -14,36 +14,41 @@ def tables(found: dict[str, Any]) -> str:
 def page(found: dict[str, Any]) -> str:
     """docs/benchmarks.md."""
     sizes, machine = found["sizes"], found["machine"]
+    size = f"{sizes['layers']} layers, {sizes['heads']} heads, {sizes['width']} wide"
+    threads, rounds, limit = found["threads"], found["rounds"], found["limit"]
     versions = ", ".join(f"{name} {one}" for name, one in machine["versions"].items())
     peers = "".join(f", {name} {one}" for name, one in found["peers"].items() if one)
     absent = [name for name, one in found["peers"].items() if not one]
-    missing = f" Not installed here, so not run: {', '.join(absent)}." if absent else ""
+    missing = f"Not installed here, so not run: {', '.join(absent)}.\n" if absent else ""
+    cores = f"{machine['cores']} cores, no GPU"
+    loads = [f"{machine[name]:.1f}" for name in ("load", "load_after")]
     return f"""# Benchmarks
 
 What it takes to look into a model, beside running it. Written by `make bench`, of one run of
 `scripts/bench.py`; `make bench-peers` first installs the other libraries, an environment each.
 
-The model is a random GPT-2 of {sizes["layers"]} layers, {sizes["heads"]} heads, {sizes["width"]} wide, with
-{sizes["vocabulary"]:,} tokens in its vocabulary and as many positions as the texts need, in float32, on
-{found["threads"]} threads. **Time** is a ratio to a plain forward (sdpa) of the same ids in the same process, which
-ran just before: the median of up to {found["rounds"]} such pairs, with the least and the most; a way that had taken
-{found["limit"]:.0f} s got no further round. The first row is a plain forward beside another: how far that moves is
-noise. **Peak** is what a process of its own held resident at most, less what that of a plain
-forward did. **Kept** is the bytes of the tensors that are there afterwards, each storage once, the
-logits among them (a plain forward's are all that it keeps). What would take more than
+The model is a random GPT-2 of {size}, with {sizes["vocabulary"]:,} tokens
+in its vocabulary and as many positions as the texts need, in float32, on {threads} threads.
+**Time** is a ratio to a plain forward (sdpa) of the same ids in the same process, which ran just
+before: the median of up to {rounds} such pairs, with the least and the most; a way that had
+taken {limit:.0f} s got no further round. The first row is a plain forward beside another: how far
+that moves is noise. **Peak** is what a process of its own held resident at most, less what that of
+a plain forward did. **Kept** is the bytes of the tensors that are there afterwards, each storage
+once, the logits among them (a plain forward's are all that it keeps). What would take more than
 {found["bytes"] / 2**30:.0f} GB is “too large”.
 
 What is kept differs, so these are not races: attnprobe keeps for each layer query, key, value, the
 heads' output, the module's input and output, and computes weights from them; `output_attentions`
-keeps the weights alone; the bridge's “everything” and torchlens' `trace` keep every step of the
-model. The verification computes in float64 and bounds the rounding error of each number.
+keeps the weights and the cache; the bridge's “everything” and torchlens' `trace` keep every step
+of the model. The verification computes in float64 and bounds the rounding error of each number.
 
 {tables(found)}
 ## The machine
 
-{machine["processor"]}, {machine["cores"]} cores, no GPU; {machine["system"]}, Python {machine["python"]},
-{versions}{peers}.{missing} The load average was {machine["load"]:.1f} before and {machine["load_after"]:.1f} after the
-run, whose own is up to {found["threads"]}: above that, others used the machine as well.
+{machine["processor"]}, {cores}; {machine["system"]}, Python {machine["python"]},
+{versions}{peers}.
+{missing}The load average was {loads[0]} before and {loads[1]} after the run, whose own is
+up to {threads}: above that, others used the machine as well.
 """
 
 
@@ -86,9 +91,7 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _grown(found: dict[str, Any], size: str) -> tuple[str, ...]:
     own = [row for row in found["growth"] if row["size"] == size]
-    cells = (
-        f"{row['seconds']:.3g} s, {row['ratio']:.2f} ×, {_bytes(row['held'])}" for row in own
-    )
+    cells = (f"{row['seconds']:.3g} s, {row['ratio']:.2f} ×, {_bytes(row['held'])}" for row in own)
     return (size or "as it is", *cells)
 
 
