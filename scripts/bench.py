@@ -269,8 +269,8 @@ def measured(runner: Runner) -> Iterator[dict[str, Any]]:
         "threads": THREADS,
         "peers": {peer: peer_version(peer) for peer in plan.peers},
         "rows": [],
-        "starts": starts(runner),
-        "growth": list(growth(runner)),
+        "starts": [],
+        "growth": [],
     }
     for tokens, texts in plan.texts:
         found["rows"] += rows(runner, OWN, tokens, texts)
@@ -280,6 +280,11 @@ def measured(runner: Runner) -> Iterator[dict[str, Any]]:
                 found["rows"] += rows(runner, PEERS[peer], tokens, texts, python)
         found["machine"]["load_after"] = os.getloadavg()[0]
         yield found
+    found["starts"] = starts(runner)
+    yield found
+    found["growth"] = list(growth(runner))
+    found["machine"]["load_after"] = os.getloadavg()[0]
+    yield found
 
 
 def main(arguments: list[str] | None = None) -> None:

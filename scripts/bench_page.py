@@ -59,20 +59,25 @@ def _sections(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
         own = [row for row in found["rows"] if (row["texts"], row["tokens"]) == (texts, tokens)]
         head = ("", "time", "least – most", "rounds", "seconds", "peak", "kept")
         yield f"{several} of {tokens:,} tokens", _table(head, map(_row, own))
+    if found["starts"]:
+        head = ("", "seconds", "least – most")
+        cells = ((one["start"], *_seconds(one)) for one in found["starts"])
+        yield "Start-up", "Each in a process of its own, in turns.\n\n" + _table(head, cells)
+    if found["growth"]:
+        yield "How time and memory grow", _growth(found)
+
+
+def _growth(found: dict[str, Any]) -> str:
     base = found["base"]
     sizes = f"{base['layers']} layers, {base['heads']} heads, {base['width']} wide"
     head = ("", *dict.fromkeys(row["way"] for row in found["growth"]))
     small = f"{sizes}, {base['texts']} × {base['tokens']} tokens"
     grown = {row["size"]: row["shape"] for row in found["growth"]}
-    yield (
-        "How time and memory grow",
+    return (
         f"A small model ({small}), and one size of it at a time larger. Seconds, the ratio to a "
         "plain forward of that size, and what is kept. More heads are of the same size, so that "
-        f"the model is wider.\n\n{_table(head, (_grown(found, size) for size in grown))}",
+        f"the model is wider.\n\n{_table(head, (_grown(found, size) for size in grown))}"
     )
-    head = ("", "seconds", "least – most")
-    cells = ((one["start"], *_seconds(one)) for one in found["starts"])
-    yield "Start-up", "Each in a process of its own, in turns.\n\n" + _table(head, cells)
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
