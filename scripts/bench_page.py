@@ -33,9 +33,9 @@ in its vocabulary and as many positions as the texts need, in float32, on {threa
 before: the median of up to {rounds} such pairs, with the least and the most; a way that had
 taken {limit:.0f} s got no further round. The first row is a plain forward beside another: how far
 that moves is noise. **Peak** is what a process of its own held resident at most, less what that of
-a plain forward did. **Kept** is the bytes of the tensors that are there afterwards, each storage
-once, the logits among them (a plain forward's are all that it keeps). What would take more than
-{found["bytes"] / 2**30:.0f} GB is “too large”.
+a plain forward did: the library's own code is in it. **Kept** is the bytes of the tensors that are
+there afterwards, each storage once, the logits among them (a plain forward's are all that it
+keeps). What would take more than {found["bytes"] / 2**30:.0f} GB is “too large”.
 
 What is kept differs, so these are not races: attnprobe keeps for each layer query, key, value, the
 heads' output, the module's input and output, and computes weights from them; `output_attentions`
