@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type notebooks bench-views architectures mutants wheel-check clean
+.PHONY: demo test lint type notebooks bench bench-peers bench-views architectures mutants wheel-check clean
 
 demo: $(STAMP)
 	$(BIN)/attnprobe verify
@@ -22,6 +22,23 @@ type: $(STAMP)
 # Run every notebook and keep what came out.
 notebooks: $(STAMP)
 	$(BIN)/python scripts/notebooks.py
+
+# What capturing and verifying take, beside running the model and other libraries: docs/benchmarks.md.
+# Three quarters of an hour, and 10 GB of memory; other libraries where bench-peers has put them.
+bench: $(STAMP)
+	$(BIN)/python scripts/bench.py --markdown docs/benchmarks.md
+
+# The requirements of other libraries clash: an environment each, with the same torch.
+PEERS := transformer-lens==4.3.0 nnsight==0.8.1 torchlens==2.36.1
+bench-peers:
+	for peer in $(PEERS); do \
+	  own=.venv-peers-$${peer%%==*} \
+	  && $(PYTHON) -m venv $$own \
+	  && grep -E '^(torch|transformers)==' constraints.txt > $$own/constraints.txt \
+	  && $$own/bin/pip install --quiet --constraint $$own/constraints.txt torch \
+	  && $$own/bin/pip install --quiet --constraint $$own/constraints.txt $$peer transformers \
+	  || exit 1; \
+	done
 
 # How large views are and how long they draw, beside BertViz's: half an hour, and 8 GB of memory.
 bench-views: $(STAMP)

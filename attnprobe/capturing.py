@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from attnprobe.encoding import encode
 from attnprobe.errors import InputError, ModelError, NonFiniteError
 from attnprobe.hooks import watched
+from attnprobe.keeping import Keeper
 from attnprobe.models import as_language_model, device_of
 from attnprobe.records import AttentionCall, Capture, LanguageModel
 
@@ -25,6 +25,8 @@ def capture(
     *,
     target: Texts | None = None,
     padding_side: Literal["left", "right"] | None = None,
+    layers: Sequence[int] | None = None,
+    device: str | torch.device | None = None,
 ) -> Capture:
     """Run a model once and keep each attention call's query, key, value and output.
 
@@ -36,6 +38,11 @@ def capture(
             model's start token, or token ids as they are.
         padding_side: where a batch is filled up; the tokenizer's own side by default. Positions
             are counted from each text's first token, so the side changes no number but rounding.
+        layers: which layers' calls to keep, from 0; all by default. The model runs whole, so that
+            the numbers are the same; but `verify` cannot pass what was not kept.
+        device: where to keep them, such as "cpu" for a model on a GPU: each layer's tensors go
+            there as soon as it has run, and the output at the end. By default they stay. What is
+            computed of a capture is computed where it is kept.
 
     Returns:
         A `Capture`. It holds no (T, S) tensor, unless the model's own kernel returned its weights
@@ -43,14 +50,14 @@ def capture(
 
     Raises:
         InputError: no text, an empty one, or one longer than the model's positions; ids outside
-            the vocabulary; a model in train mode with dropout; autocast.
+            the vocabulary; a model in train mode with dropout; autocast; a layer or device that
+            does not exist.
         ModelError: no attention call was seen; no output for each token; no model for token ids; a
             model that torch.compile has compiled, or whose weights are on "meta".
         NonFiniteError: NaN or infinity in the weights or in what was computed.
     """
-    calls: list[AttentionCall] = []
-    cap = forward(as_language_model(lm), text, target, padding_side, calls.append)
-    return replace(cap, calls=tuple(calls))
+    keeper = Keeper.of(layers, device)
+    return keeper.finished(forward(as_language_model(lm), text, target, padding_side, keeper.take))
 
 
 def forward(

@@ -321,17 +321,18 @@ def head_outputs(call: AttentionCall, cap: Capture) -> Tensor:
     """The head output of all tokens of a capture in a call's layer, without padding, (N, H, Dv).
 
     Raises:
-        InputError: it has no such layer, or one of other heads or sizes.
+        InputError: it has or kept no such layer, or one of other heads or sizes.
     """
-    found = [one for one in cap.calls if (one.layer, one.part) == (call.layer, call.part)]
+    found = cap.call_like(call)
     sizes = (call.heads, call.value.shape[-1])
-    output = found[0].head_output_model if found else None
+    output = None if found is None else found.head_output_model
     if output is None or output.shape[-2:] != sizes:
         raise InputError(
             f"layer {call.layer}: the reference has no head output of {sizes[0]} heads of size "
             f"{sizes[1]}: capture it with the same model"
         )
-    return output[cap.padding if call.part in ("", "encoder") else cap.output_padding]
+    rows = cap.padding if call.part in ("", "encoder") else cap.output_padding
+    return output[rows].to(call.query.device)
 
 
 def _joined(sites: Tensor, changed: KernelOutput, own: KernelOutput) -> KernelOutput:

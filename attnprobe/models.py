@@ -78,7 +78,7 @@ def load(
     if not isinstance(source, str | os.PathLike) or not os.fspath(source):
         raise InputError(f"expected 'bundled', a folder, a .gguf file or a hub id, got {source!r}")
     weights_dtype = _dtype(dtype)
-    where = _device(device)
+    where = device_named(device)
     kernel = {} if attn is None else {"attn_implementation": _kernel(attn)}
     name = os.fspath(source)
     with _refusing(name):
@@ -159,7 +159,12 @@ def _kernel(name: str) -> str:
     return name
 
 
-def _device(device: str | torch.device) -> torch.device:
+def device_named(device: str | torch.device) -> torch.device:
+    """A device that can hold numbers here.
+
+    Raises:
+        InputError: there is none of this name.
+    """
     try:
         found = torch.device(device)
         torch.empty(1, device=found)

@@ -10,9 +10,8 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +19,9 @@ from rich.text import Text
 
 from attnprobe.errors import AttnprobeError
 from attnprobe.report import Row, VerificationReport, ratio_text
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _UNCUT = 10_000
 _COLUMNS = ("check", "layer", "head", "error", "bound", "ratio", "verdict", "reason")
@@ -77,6 +79,8 @@ def report_page(report: VerificationReport, text: str, target: str | None = None
 
 def by_layer_html(report: VerificationReport) -> str:
     """A report's worst head of each check and layer, as a table of HTML; every text escaped."""
+    import pandas as pd
+
     layers = pd.DataFrame(_by_layer(report), columns=list(_COLUMNS))
     with pd.option_context("display.max_colwidth", None):  # else pandas cuts the reasons
         table: str = layers.to_html(index=False, border=0)

@@ -100,7 +100,7 @@ def merged(call: AttentionCall) -> Bounded | str:
     if call.head_output_model is None or call.attention_output is None:
         return "the attention module's output was not seen"
     heads = call.head_output_model.flatten(-2)  # (B, T, H·Dv): heads side by side
-    weight, bias = weight_and_bias(_output_layer(call, found[0]))
+    weight, bias = _weights_at(call, _output_layer(call, found[0]))
     shape = (*heads.shape[:-1], weight.shape[1])
     if call.attention_output.shape != shape:
         return f"the module's output has shape {tuple(call.attention_output.shape)}, W_O's {shape}"
@@ -173,7 +173,7 @@ def output_weights(call: AttentionCall) -> tuple[Tensor, Tensor | None] | str:
     layout, family = found
     if not family.known:
         return f"what {type(call.module).__name__} does between its heads and W_O is not known"
-    weight, bias = weight_and_bias(_output_layer(call, layout))  # (H·Dv, E)
+    weight, bias = _weights_at(call, _output_layer(call, layout))  # (H·Dv, E)
     return weight.reshape(call.heads, -1, weight.shape[-1]), bias
 
 
@@ -270,7 +270,7 @@ def _own_heads(call: AttentionCall, name: str) -> int:
 def _split_linear(call: AttentionCall, layout: Layout, name: str, x: Tensor) -> Bounded:
     """X·W + b of query, key or value, head by head, (B, heads, T, D)."""
     part, rows = _rows(call, layout, name)
-    weight, bias = weight_and_bias(getattr(call.module, part))
+    weight, bias = _weights_at(call, getattr(call.module, part))
     own = rows.flatten().to(weight.device)
     bias = None if bias is None else bias[own]
     y, bound = linear(x, weight[:, own], bias, call.rounding)  # (B, T, heads·D)
@@ -290,6 +290,13 @@ def weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
     return weight if isinstance(layer, Conv1D) else weight.T, bias
 
 
+def _weights_at(call: AttentionCall, layer: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """W and b where the call's tensors are kept, which need not be the model's own device."""
+    weight, bias = weight_and_bias(layer)
+    device = call.query.device
+    return weight.to(device), None if bias is None else bias.to(device)
+
+
 def _output_layer(call: AttentionCall, layout: Layout) -> nn.Module:
     assert call.module is not None
     layer = layout.output_layer(call.module, call.parent)
@@ -304,7 +311,7 @@ def _norm_name(name: str) -> str:
 def _norm(call: AttentionCall, family: Family, name: str) -> tuple[Tensor, float]:
     """What a head's RMS norm multiplies by, (D,) float64, and its eps, from the config."""
     module: Any = call.module
-    weight = getattr(module, _norm_name(name)).weight.detach().double()
+    weight = getattr(module, _norm_name(name)).weight.detach().to(call.query.device).double()
     return weight + 1 if family.norm == "1 + weight" else weight, module.config.rms_norm_eps
 
 

@@ -83,7 +83,7 @@ class AttentionCall:
 
     Sizes: `B` texts, `H` heads, `Hkv` key/value heads, `T` tokens, `S` keys, `D` head size,
     `Dv` value head size, `E` hidden size. All tensors are detached, in the model's own dtype,
-    on the model's own device.
+    on the model's own device, or where `capture` was told to keep them.
     """
 
     layer: int
@@ -197,6 +197,15 @@ class UnseenAttention:
         return f"{self.name} computed its attention unseen: {self.reason}"
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """An attention call that was seen and not kept, as `capture` was told."""
+
+    layer: int
+    part: str = ""
+    """As `AttentionCall.part`."""
+
+
 class Calls(list[AttentionCall]):
     """The calls that a probe saw, in order.
 
@@ -250,6 +259,8 @@ class Capture:
     output: Tensor
     unseen: tuple[UnseenAttention, ...] = ()
     """Attention modules that ran, and of whose attention not all was seen."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Attention calls that were seen and not kept: `capture` was told which layers to keep."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """The keyword arguments of the forward, for running it again."""
     target: Target | None = None
@@ -276,9 +287,14 @@ class Capture:
         Raises:
             InputError: the capture is of no encoder-decoder.
         """
-        target = self._both()
+        return self._part("decoder")._of_target()
+
+    def _of_target(self) -> Capture:
+        """With the decoder's texts in the place of the encoder's."""
+        assert self.target is not None
+        target = self.target
         return replace(
-            self._part("decoder"),
+            self,
             texts=target.texts,
             input_ids=target.input_ids,
             padding=target.padding,
@@ -294,10 +310,7 @@ class Capture:
             InputError: the capture is of no encoder-decoder.
         """
         source = Target(self.texts, self.input_ids, self.padding, self.words)
-        cross = self._part("cross")
-        return replace(
-            self.decoder, calls=cross.calls, unseen=cross.unseen, part="cross", source=source
-        )
+        return replace(self._part("cross")._of_target(), source=source)
 
     def _both(self) -> Target:
         """The decoder's texts of a capture that holds both parts; refuses any other."""
@@ -307,12 +320,13 @@ class Capture:
 
     def _part(self, part: Literal["encoder", "decoder", "cross"]) -> Capture:
         self._both()
-        return replace(
-            self,
-            calls=tuple(call for call in self.calls if call.part == part),
-            unseen=tuple(one for one in self.unseen if one.part == part),
-            part=part,
-        )
+        calls = tuple(call for call in self.calls if call.part == part)
+        left_out = tuple(one for one in self.left_out if one.part == part)
+        if left_out and not calls:
+            where = "cross attention" if part == "cross" else f"the {part}"
+            raise InputError(f"no layer of {where} was kept: capture one")
+        unseen = tuple(one for one in self.unseen if one.part == part)
+        return replace(self, calls=calls, left_out=left_out, unseen=unseen, part=part)
 
     @property
     def output_padding(self) -> Tensor:
@@ -324,9 +338,10 @@ class Capture:
 
     @property
     def layers(self) -> int:
-        """The number of self-attention layers, seen or not; of `cross`, of cross attention's."""
+        """The number of self-attention layers, seen and kept or not; of `cross`, of cross
+        attention's."""
         cross = self.part == "cross"
-        parts = [one.part for one in self.calls] + [one.part for one in self.unseen]
+        parts = [one.part for some in (self.calls, self.unseen, self.left_out) for one in some]
         return sum((part == "cross") == cross for part in parts)
 
     @property
@@ -339,8 +354,8 @@ class Capture:
         """The attention call of one layer.
 
         Raises:
-            InputError: the layer is out of range (the message says the range); self-attention of an
-                encoder-decoder's capture as a whole.
+            InputError: the layer is out of range (the message says the range), or was not kept;
+                self-attention of an encoder-decoder's capture as a whole.
         """
         if self.part == "cross":
             kind = "cross"
@@ -351,13 +366,28 @@ class Capture:
         for unseen in self.unseen:
             if layer == unseen.layer and (kind == "cross") == (unseen.part == "cross"):
                 raise InputError(f"layer {layer}: {unseen}")
+        others = [one for one in self.left_out if (one.part == "cross") == (kind == "cross")]
+        if any(one.layer == layer for one in others):
+            raise _not_kept(layer)
         if layer not in calls:
-            last = max(calls, default=-1)
+            last = max([*calls, *(one.layer for one in others)], default=-1)
             raise InputError(
                 f"layer {layer} is out of range: the model has {last + 1} {kind}-attention "
                 f"layers, numbered 0 to {last}"
             )
         return calls[layer]
+
+    def call_like(self, other: AttentionCall) -> AttentionCall | None:
+        """The call of the same layer and part as one of another forward; None if there is none.
+
+        Raises:
+            InputError: it was not kept.
+        """
+        place = (other.layer, other.part)
+        if any((one.layer, one.part) == place for one in self.left_out):
+            raise _not_kept(other.layer)
+        found = (one for one in self.calls if (one.layer, one.part) == place)
+        return next(found, None)
 
     def positions(self, text: int) -> Tensor:
         """The positions of a text's own tokens within the padded batch, (tokens,) int64.
@@ -389,9 +419,10 @@ class Capture:
 
     def __repr__(self) -> str:
         name = self.lm.name if self.lm is not None else "no model"
+        left_out = f", {len(self.left_out)} not kept" if self.left_out else ""
         return (
             f"Capture({name}: {len(self)} texts, {int(self.padding.sum())} tokens, "
-            f"{len(self.calls)} attention calls)"
+            f"{len(self.calls)} attention calls{left_out})"
         )
 
     def _refuse_both(self) -> None:
@@ -409,6 +440,12 @@ class Capture:
                 f"numbered 0 to {len(self) - 1}"
             )
         return text
+
+
+def _not_kept(layer: int) -> InputError:
+    return InputError(
+        f"layer {layer} was not kept: capture it, with capture(…, layers=[…, {layer}])"
+    )
 
 
 def captured(cap: object) -> Capture:

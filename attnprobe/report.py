@@ -6,9 +6,10 @@ import html
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import pandas as pd
+if TYPE_CHECKING:
+    import pandas as pd
 
 Verdict = Literal["verified", "mismatch", "not_checked"]
 
@@ -116,11 +117,24 @@ class VerificationReport:
                 for row in self.rows
                 if row.check == "output" and row.verdict == "not_checked"
             )
-            return f"NOT CHECKED: output: {'; '.join(reasons) or 'the check was not asked for'}"
+            why = "; ".join(reasons) or "the check was not asked for"
+            return f"NOT CHECKED: output: {why}{self._rest()}"
         return (
             f"VERIFIED: the model computed softmax(QKᵀ/√d_k + M)V in {self._extent()}; the worst "
             f"comparison stands at {ratio_text(self.worst.ratio)} of its bound "
             f"({_place(self.worst)}){self._gaps()}"
+        )
+
+    def _rest(self) -> str:
+        """Of a report that is not verified as a whole: what was found where it was checked."""
+        checked = [row for row in self.rows if row.check == "output" and row.verdict == "verified"]
+        if not checked or self.worst is None:
+            return ""
+        layers = len({(row.part, row.layer) for row in checked})
+        return (
+            f". Of the others, {len(checked)} heads in {_count(layers, 'layer')}, the worst "
+            f"comparison stands at {ratio_text(self.worst.ratio)} of its bound "
+            f"({_place(self.worst)})"
         )
 
     def _extent(self) -> str:
@@ -131,7 +145,7 @@ class VerificationReport:
         several = any(row.part for row in self.rows)  # each with its own number of layers
         if several or self.model_layers == layers:
             return f"all {layers} layers and {heads} heads"
-        seen = f"{layers} attention layer{'' if layers == 1 else 's'} and {heads} heads"
+        seen = f"{_count(layers, 'attention layer')} and {heads} heads"
         has = "" if self.model_layers is None else f" (the model has {self.model_layers} layers)"
         return seen + has
 
@@ -157,6 +171,8 @@ class VerificationReport:
         `layer` and `head` are nullable Int64, `error`, `bound` and `ratio` float64. Of an
         encoder-decoder, part stands before layer.
         """
+        import pandas as pd
+
         records = [asdict(row) | {"ratio": row.ratio, "verdict": row.verdict} for row in self.rows]
         parts = ["part"] if any(row.part for row in self.rows) else []
         frame = pd.DataFrame(records, columns=[COLUMNS[0], *parts, *COLUMNS[1:]])
@@ -204,6 +220,8 @@ class VerificationReport:
         return f"{self._heading()}\n{table}\n{self.summary}"
 
     def _repr_html_(self) -> str:
+        import pandas as pd
+
         with pd.option_context("display.max_colwidth", None):  # else pandas cuts the reasons
             table = _readable(self.by_check().to_frame()).to_html(index=False, border=0)
         heading, summary = html.escape(self._heading()), html.escape(self.summary)
@@ -226,6 +244,10 @@ def _badness(row: Row) -> float:
     return row.ratio
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _place(row: Row) -> str:
     layer = "" if row.layer is None else f", {row.part} layer {row.layer}".replace("  ", " ")
     head = "" if row.head is None else f", head {row.head}"
@@ -238,6 +260,8 @@ def _finite(number: float) -> float | None:
 
 def _readable(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame as text: errors to two digits, the ratio as a percentage, nothing for no number."""
+    import pandas as pd
+
     formats: dict[str, Callable[[Any], str]] = {
         "error": "{:.1e}".format,
         "bound": "{:.1e}".format,

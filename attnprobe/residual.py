@@ -183,7 +183,8 @@ def residual(cap: Capture, stream: Stream, text: int, place: int) -> Residual:
         for name in after:
             stack.callback(model.get_submodule(name).register_forward_hook(leave(name)).remove)
         output = output_of(model(**cap.inputs), model, cap.padding)
-    if not torch.equal(output[text, place], cap.output[text, place]):
+    captured = cap.output[text, place].to(output.device)
+    if not torch.equal(output[text, place], captured):
         raise ModelError(
             "the model no longer gives the logits that were captured: its weights, its kernel or "
             "the number of threads have changed since. Capture the text again"

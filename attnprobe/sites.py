@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnprobe.errors import InputError, ModelError
+from attnprobe.keeping import on_device
 from attnprobe.records import AttentionCall, Capture, UnseenAttention
 
 Part = Literal["encoder", "decoder", "cross"]
@@ -163,13 +164,13 @@ def aligned(call: AttentionCall, cap: Capture, name: str) -> tuple[Tensor, Tenso
         capture has that position, (B or 1, T or S) bool.
 
     Raises:
-        InputError: it has no such layer, or one of other heads or sizes; or as many texts as
-            neither one nor B.
+        InputError: it has or kept no such layer, or one of other heads or sizes; or as many texts
+            as neither one nor B.
     """
-    found = [one for one in cap.calls if (one.layer, one.part) == (call.layer, call.part)]
-    if not found:
+    found = cap.call_like(call)
+    if found is None:
         raise InputError(f"the other capture has no layer {call.layer} to take the {name} from")
-    other, own = found[0], getattr(call, name, None)
+    other, own = on_device(found, call.query.device), getattr(call, name, None)
     tokens = 1 if name == "head_output_model" else 2  # the axis of tokens
     theirs: Tensor = getattr(other, name)
     sizes = [size for axis, size in enumerate(theirs.shape) if axis not in (0, tokens)]

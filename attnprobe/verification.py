@@ -66,7 +66,9 @@ def verify(
             step; without the `logits` check. A slice of them does as well. Or a model, as `capture`
             takes it, which is then run on `text`: each layer is checked as soon as it has run, and
             nothing of it is kept.
-        text, target, padding_side: of a model, as for `capture`.
+        text, target, padding_side: of a model, as for `capture`. Several texts run as one padded
+            batch: in groups of one length there would be no padding, and what the model does with
+            it would go unchecked. Texts of very different lengths cost less one at a time.
         checks: some of the names above; all of them by default.
         progress: called as `progress(label, done, total)` after each layer.
 
@@ -117,6 +119,7 @@ def _of_capture(found: _Found, cap: Capture) -> VerificationReport:
     """The report of a whole forward, whose calls `found` has taken."""
     if "cache" in found.checks and found.checks is not CHECKS:
         found.rows += _cache((), asked=True)
+    found.leave_out(cap)
     report = found.report(cap.unseen, functools.partial(_logits, cap, found.unheld))
     return replace(
         report,
@@ -163,6 +166,14 @@ class _Found:
         self.left_out += rows_left_out(call)
         self.unheld = self.unheld or basis_of(call).unheld
         self._show(f"layer {call.layer}")
+
+    def leave_out(self, cap: Capture) -> None:
+        """Say which layers were not kept: nothing counts as verified by being left out."""
+        if "output" in self.checks and cap.left_out:
+            reason = _left_out(cap)
+            self.rows += [
+                Row("output", one.layer, None, reason=reason, part=one.part) for one in cap.left_out
+            ]
 
     def report(
         self, unseen: Sequence[UnseenAttention], logits: Callable[[], Row]
@@ -259,7 +270,7 @@ def _logits(cap: Capture, unheld: str) -> Row:
         return Row("logits", None, None, reason="the capture has no model with it")
     if cap.part:
         return Row("logits", None, None, reason=f"this is the {cap.part} alone: verify the whole")
-    reason = str(cap.unseen[0]) if cap.unseen else unheld
+    reason = str(cap.unseen[0]) if cap.unseen else unheld or _left_out(cap)
     if reason:
         return Row("logits", None, None, reason=reason)
     generator = torch.Generator().manual_seed(0)
@@ -317,7 +328,8 @@ def _output_with(cap: Capture, kernel: Callable[[AttentionCall], Tensor]) -> Ten
         return kernel(call).to(call.value.dtype).contiguous(), None
 
     with torch.no_grad(), replaced(cap.lm.model, handle):
-        return output_of(cap.lm.model(**cap.inputs), cap.lm.model, cap.output_padding)
+        output = output_of(cap.lm.model(**cap.inputs), cap.lm.model, cap.output_padding)
+        return output.to(cap.output.device)
 
 
 def _formula(call: AttentionCall) -> Tensor:
@@ -332,6 +344,12 @@ def _moved(call: AttentionCall, generator: torch.Generator) -> Tensor:
         sign = torch.randint(0, 2, tile.output.shape, generator=generator) * 2 - 1
         parts.append(tile.output + sign.to(tile.output.device) * tile.output_bound)
     return torch.cat(parts, dim=2).transpose(1, 2)  # (B, T, H, Dv)
+
+
+def _left_out(cap: Capture) -> str:
+    """Which layers were not kept; empty where all were."""
+    names = [f"{one.part} {one.layer}".strip() for one in cap.left_out]
+    return f"not kept, so not checked: layer {', '.join(names)}" if names else ""
 
 
 def _layers_of(lm: LanguageModel | None) -> int | None:

@@ -1,6 +1,8 @@
 """The shape of the code: imports go one way, and the formula stands on its own."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,7 @@ ORDER = [
     "following",
     "interception",
     "hooks",
+    "keeping",
     "capturing",
     "projections",
     "residual",
@@ -115,6 +118,48 @@ def test_a_module_imports_only_from_above(module):
         one for one in ORDER if any(f"{name}.".startswith(f"attnprobe.{one}.") for name in names)
     }
     assert imported <= set(ORDER[: ORDER.index(module)])
+
+
+def imports_at_once(path):
+    """What a file imports when it is imported itself, not later in a function or for types only."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    now = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in now:
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            yield node.module
+            names = [f"{node.module}.{name}" for name in names]
+        yield from names
+
+
+def reached(*starts):
+    """The modules of the package that these import at once, and the outer packages."""
+    files, outer, todo = dict(modules()), set(), list(starts)
+    seen = set(starts)
+    while todo:
+        for name in imports_at_once(files[todo.pop()]):
+            inner = name.removeprefix("attnprobe.")
+            if inner in files and inner not in seen:
+                seen.add(inner)
+                todo.append(inner)
+            outer.add(name.split(".")[0])
+    return seen, outer - {"attnprobe"}
+
+
+def test_verifying_waits_for_no_library_that_it_does_not_use():
+    seen, outer = reached("cli", "capturing", "verification", "printing", "models")
+    assert {"checks", "report", "formula", "hub"} <= seen
+    assert {"torch", "transformers", "typer"} <= outer
+    assert not outer & {"pandas", "numpy", "matplotlib", "bertviz", "pyarrow", "jinja2", "PIL"}
+
+
+def test_importing_attnprobe_imports_nothing_heavy():
+    code = "import sys; before = set(sys.modules); import attnprobe; attnprobe.__all__\n"
+    code += "print({name.partition('.')[0] for name in set(sys.modules) - before})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = ast.literal_eval(done.stdout)
+    assert "attnprobe" in imported
+    assert not {one for one in imported if one not in sys.stdlib_module_names} - {"attnprobe"}
 
 
 PURE = [
