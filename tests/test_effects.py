@@ -43,7 +43,7 @@ NAMES = [term.name for term in TERMS]
 ON_QUERY = {
     "without /√d_k": HEAD**0.5,
     "divided by d_k": HEAD**-0.5,
-    "divided by √(embedding size)": (HEAD / WIDTH) ** 0.5,
+    "divided by √d_model": (HEAD / WIDTH) ** 0.5,
     "uniform weights": 0.0,
 }
 
@@ -161,7 +161,7 @@ def test_the_frame_names_its_terms_and_counts_what_it_is_over(gpt2):
         "as it is": "softmax(QKᵀ/√d_k + M)V",
         "without /√d_k": "softmax(QKᵀ + M)V",
         "divided by d_k": "softmax(QKᵀ/d_k + M)V",
-        "divided by √(embedding size)": "softmax(QKᵀ/√d_model + M)V",
+        "divided by √d_model": "softmax(QKᵀ/√d_model + M)V",
         "without M": "softmax(QKᵀ/√d_k)V",
         "uniform weights": "softmax(M)V",
         "no attention at all": "0",
