@@ -128,20 +128,16 @@ def _of_effect(attrs: Mapping[Any, Any]) -> list[str]:
     if text and count != 1:
         text += f" and {count - 1} more"
     how = SILENCED.get(attrs.get("how", ""), "")
-    if how and attrs.get("seed") is not None:
-        how += f" (seed {attrs['seed']})"
-    said = f"silenced: {how}" if how else ""
-    if "unchanged" in attrs:
-        said += (
-            f"{'; ' if said else ''}unchanged: {_number(attrs, 'unchanged')} {attrs.get('unit')}"
-        )
-    return [*filter(None, [text, said])]
+    seed = "" if attrs.get("seed") is None else f" (seed {attrs['seed']})"
+    unchanged = f"unchanged: {_number(attrs, 'unchanged')} {attrs.get('unit')}"
+    details = [text, f"silenced: {how}{seed}" if how else ""]
+    return [*filter(None, details), *([unchanged] if "unchanged" in attrs else [])]
 
 
 def _of_restored(attrs: Mapping[Any, Any]) -> list[str]:
     details = []
     if attrs.get("what") in PATCHED:
-        details.append(f"patched: {PATCHED[attrs['what']]} of the clean run into the corrupt one")
+        details.append(f"patched: {PATCHED[attrs['what']]}, clean into corrupt")
     if attrs.get("answer") is not None:
         details.append(f"logit{_of(attrs['answer'], attrs.get('wrong'))}:")
     return details + [

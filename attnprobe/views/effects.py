@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # matplotlib is slow to import, and only for who draws
 
     from attnprobe.views.drawing import Sheet
 
-ACROSS = 12.0
-"""Characters of a title to an inch, in its largest letters."""
+ACROSS = 10.5
+"""Characters of a title to an inch, in its largest letters, though they be capitals."""
 
 DETAILS = 8.0
 """The size of what stands below the title, in points."""
