@@ -10,11 +10,12 @@ from typing import Any
 import pandas as pd
 
 from attnprobe.views.labels import columns_of
-from attnprobe.views.plots import LONGEST_NAME, shortened
+from attnprobe.views.plots import shortened
 from attnprobe.words import visible
 
-LONGEST_TEXT = 120
-"""Characters of a text: of longer ones, beginning and end are shown."""
+LONGEST_NAME, LONGEST_TEXT = 44, 120
+"""Characters of a model's name, which fits one line, and of a text: of longer ones, beginning and
+end are shown."""
 
 MEANINGS = {
     "restored": ("share of the logit difference that is restored", "restored (1: all of it)"),

@@ -295,7 +295,7 @@ def _entitle(ax: Axes, title: Sequence[tuple[str, float]], sheet: Sheet) -> None
             color="#57606a",
             **sheet.literal,
         )
-        pad += 5.0 + 72 * note.get_window_extent().height / ax.figure.dpi
+        pad += 7.0 + 72 * note.get_window_extent().height / ax.figure.dpi
     ax.set_title(heading, fontsize=large, pad=pad, **sheet.literal)
 
 
