@@ -18,11 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnprobe.records import AttentionCall, Cached, writes
+from attnprobe.records import WRITTEN, AttentionCall, Cached
 from attnprobe.report import Row
 
 _UNSEEN = "the forward before is not among these calls: what the cache held is taken as it is"
-_WRITTEN = "what holds the keys and values of the forward before was written into since"
 _NO_REACH = "{} tokens have left the cache, and how far this layer looks back is not known"
 
 
@@ -91,6 +90,10 @@ def _continued(
         return _row(call, cache.inexact)
     if before is None or before.cache is None:
         return _row(call, _UNSEEN)
+    if before.written:  # in place, so that the record of it changed as well
+        return _wrong(call, f"the keys and values of step {before.step} were written into since")
+    if call.written:
+        return _row(call, WRITTEN)
     if call.kind == "cross":
         keys, held = call.key.shape[2], before.key.shape[2]
         if keys != held:
@@ -148,9 +151,6 @@ def _compared(one: _Continued, order: Sequence[int]) -> Row:
     for text, other in enumerate(order):
         if not one.same(text, other):
             return _difference(one, text, other)
-    assert one.before.cache is not None
-    if one.before.cache.writes != writes(one.before.key, one.before.value):
-        return _row(one.call, _WRITTEN)
     if one.doubt:
         return _row(one.call, one.doubt)
     notes = [one.note] if one.note else []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -48,6 +49,7 @@ class Change:
     seed: int = 0
     kernel: Literal["formula"] | None = None
     see: Callable[[AttentionCall, Tile], None] | None = None
+    last: set[int] = field(default_factory=set)  # last positions of keys, where some are dropped
 
     @property
     def operands(self) -> dict[str, Capture]:
@@ -60,6 +62,24 @@ class Change:
         """Whether a term of the formula changes."""
         mask = (self.mask, self.window, self.drop)
         return any(one is not None for one in (*mask, self.scale, self.temperature, self.weights))
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether nothing is named that is to change."""
+        return not (self._terms or self.operands or self.kernel or self.head_output is not None)
+
+    def refuse_missed(self) -> None:
+        """Refuse positions of keys to drop that no forward had, if one ran.
+
+        Raises:
+            InputError: there is one.
+        """
+        missed = sorted(one for one in self.drop or () if self.last and one > max(self.last))
+        if missed:
+            raise InputError(
+                f"position {missed[0]} was not dropped: the last of the texts that ran is "
+                f"{max(self.last)}"
+            )
 
     def refuse_nonsense(self) -> None:
         """Refuse what no forward can be run with.
@@ -191,11 +211,14 @@ class Change:
                     "use_cache=False"
                 )
             rule = replace(call.expected_mask, causal=False, window=None, ahead=None, chunk=None)
-        window = self.window if call.kind == "self" else None
+        window = (
+            min(self.window, call.key.shape[2]) if self.window and call.kind == "self" else None
+        )
         dropped = None
         if self.drop is not None:
-            positions = torch.tensor(sorted(self.drop), device=call.query.device)
-            dropped = torch.isin(positions_of(call, "key"), positions)  # (B or 1, S)
+            here = positions_of(call, "key")  # (B or 1, S)
+            self.last.add(int(here.max()))
+            dropped = torch.isin(here, torch.tensor(sorted(self.drop), device=here.device))
         if window is None and dropped is None:
             return rule
         return _Narrowed(rule, call.first_key, window, dropped)
@@ -214,6 +237,8 @@ class Change:
                 raise InputError(
                     f"weights= must return a tensor of shape {tuple(masked.shape)}, got {shape}"
                 )
+            if not torch.isfinite(found).all():
+                raise InputError("weights= returned NaN or infinity: expected finite weights")
             return found.to(masked)
         if self.weights is None:
             return softmax(masked, sinks)
@@ -322,7 +347,7 @@ def _parameters(call: AttentionCall) -> list[torch.nn.Parameter]:
 
 
 def _is_number(given: object) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given)
+    return isinstance(given, Real) and not isinstance(given, bool) and math.isfinite(given)
 
 
 def one_of(what: str, given: object, names: tuple[str, ...]) -> None:

@@ -54,7 +54,8 @@ def edit(
         positions: which tokens, from 0 at a text's first: queries, and of key and value, keys.
         scale: the factor on q·k: "none" or "1/d_k" in place of 1/√d_k, wherever a model multiplies
             by that; a number, on the query and key that its kernel gets; or a function of the call.
-        mask: "none": every word sees the future. Padding stays hidden.
+        mask: "none": every word sees the future; padding stays hidden. In `generate` it asks for
+            use_cache=False.
         window: how many keys back a word sees at most, itself included; in self-attention.
         drop: positions of keys that no word sees. A word left without any gets an output of 0.
         temperature: what all that stands in the softmax is divided by.
@@ -70,14 +71,17 @@ def edit(
         kernel: "formula": softmax(QKᵀ/√d_k + M)V, computed here, in the model's kernel's place.
 
     Raises:
-        InputError: an unknown option; a layer, head or position that is not there (a layer when the
-            block ends, if the model ran); a capture of other shapes; an edit inside another.
+        InputError: an unknown option; where without what; a head that is not there, or a part,
+            layer or position (these when the block ends, if the model ran: no change goes unmade in
+            silence); a capture of other shapes; an edit inside another.
         ModelError: out of the forward: attention that the formula here does not hold for, or whose
             M is not known where the mask is to change; a mask that opens a cache's past; a backward
             pass through what was computed here. When the block ends: attention to be changed that
             ran unseen.
     """
     one_of("part", part, ("encoder", "decoder", "cross"))
+    if layers is not None and heads is not None:
+        raise InputError("give layers, or heads as (layer, head) pairs; not both")
     where = Where(
         part, _numbers(layers, "layer"), heads_by_layer(heads), _numbers(positions, "position")
     )
@@ -86,9 +90,14 @@ def edit(
         *(query, key, value, head_output, reference, whole(seed, "seed"), kernel),
     )
     change.refuse_nonsense()
+    if change.changes_nothing and any(one is not None for one in (part, layers, heads, positions)):
+        raise InputError("where to change something is said, but not what: see the options of edit")
+    if part == "cross" and (mask is not None or window is not None):
+        raise InputError("mask and window are of self-attention: cross attention has neither")
     with changed(lm, change) as unseen:
         yield
     where.refuse_absent(unseen)
+    change.refuse_missed()
 
 
 @contextmanager

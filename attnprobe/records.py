@@ -72,6 +72,9 @@ def writes(key: Tensor, value: Tensor) -> int:
     return sum(one._version for one in (key, value) if not one.is_inference())
 
 
+WRITTEN = "its keys or values were written into after it ran, so what it was given is not known"
+
+
 @dataclass(frozen=True)
 class Cached:
     """The cache that a call was given, and how much had gone by when it was."""
@@ -160,6 +163,11 @@ class AttentionCall:
     def part(self) -> str:
         """Of an encoder-decoder: encoder, decoder or cross; empty of other models."""
         return part_of(self.kind, self.in_encoder)
+
+    @property
+    def written(self) -> bool:
+        """Whether the cache's keys or values, which the record shares, were written into since."""
+        return self.cache is not None and self.cache.writes != writes(self.key, self.value)
 
     @property
     def past(self) -> int:

@@ -25,13 +25,19 @@ class Sites(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Where:
-    """Layers, heads by layer, and positions; None for all of them. `ran` gathers what ran."""
+    """Layers, heads by layer, and positions; None for all of them.
+
+    What forwards met is gathered: `ran`, the layers of the part; `others`, whether another part
+    ran; `reached`, the positions of those that were named.
+    """
 
     part: Part | None = None
     layers: frozenset[int] | None = None
     heads: Mapping[int, frozenset[int]] | None = None
     positions: frozenset[int] | None = None
     ran: set[int] = field(default_factory=set)
+    others: set[str] = field(default_factory=set)
+    reached: set[int] = field(default_factory=set)
 
     def of(self, call: AttentionCall, axis: Axis) -> Tensor | None:
         """See `Sites.of`.
@@ -40,6 +46,7 @@ class Where:
             InputError: the layer has no such head.
         """
         if self.part is not None and call.part != self.part:
+            self.others.add(call.part)
             return None
         self.ran.add(call.layer)
         if any(some is not None and call.layer not in some for some in (self.layers, self.heads)):
@@ -57,15 +64,17 @@ class Where:
             heads[..., chosen] = True
         if self.positions is None:
             return heads
+        here = positions_of(call, axis)
+        self.reached.update(self.positions.intersection(here.flatten().tolist()))
         positions = torch.tensor(sorted(self.positions), device=device)
-        return torch.isin(positions_of(call, axis), positions)[..., None] & heads
+        return torch.isin(here, positions)[..., None] & heads
 
     def refuse_absent(self, unseen: Sequence[UnseenAttention]) -> None:
-        """Refuse layers that no forward has run, if one has, and those that ran unseen.
+        """Refuse what no forward met, if one ran, and layers that ran unseen: nothing was changed.
 
         Raises:
-            InputError: one that has not run.
-            ModelError: one that ran unseen, so that nothing was changed there.
+            InputError: a part, layer or position that was not met.
+            ModelError: a layer that ran unseen.
         """
         named = (self.layers or frozenset()) | frozenset(self.heads or ())
         for one in unseen:
@@ -77,6 +86,15 @@ class Where:
                 f"layer {absent[0]} was not edited: the attention layers that ran are numbered "
                 f"{min(self.ran)} to {max(self.ran)}"
             )
+        if self.others and not self.ran:
+            parts = " and ".join(sorted(filter(None, self.others)))
+            raise InputError(
+                f"part {self.part!r} was not edited: what ran "
+                f"{f'was of {parts}' if parts else 'is no encoder-decoder, and has no parts'}"
+            )
+        missed = sorted((self.positions or frozenset()) - self.reached)
+        if missed and self.ran:
+            raise InputError(f"position {missed[0]} was not edited: no text that ran has it")
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from attnprobe.checks import BY_CALL, rows_left_out
 from attnprobe.errors import InputError
 from attnprobe.hooks import replaced
 from attnprobe.models import as_language_model
-from attnprobe.records import AttentionCall, Calls, Capture, LanguageModel, UnseenAttention
+from attnprobe.records import WRITTEN, AttentionCall, Calls, Capture, LanguageModel, UnseenAttention
 from attnprobe.report import Row, VerificationReport
 
 CHECKS = ("projection", "cache", "mask", "weights", "output", "merge", "logits")
@@ -149,7 +149,10 @@ class _Found:
         """Make the checks of a call."""
         for name in self.checks:
             if name in BY_CALL:
-                rows = (replace(row, part=call.part) for row in BY_CALL[name](call))
+                found = BY_CALL[name](call)
+                if call.written and name in ("projection", "weights", "output"):
+                    found = [Row(name, call.layer, None, reason=WRITTEN)]
+                rows = (replace(row, part=call.part) for row in found)
                 self.rows += [_in_step(row, call.step) for row in rows]
         self.kernels[call.kernel] = self.dtypes[_name(call.dtype)] = None
         self.steps.add(call.step)

@@ -177,16 +177,32 @@ def test_a_window_that_moves_on_too_soon_is_found():
     assert wrong("cache", report) == {("", 1)}
 
 
-def test_damage_in_place_reaches_into_the_calls_and_is_never_verified():
-    def zeros(layers):
-        layers[1].keys[:, :, 3] = 0.0
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("factor", [0.0, 1 + 1e-7, 1.0])
+def test_a_cache_that_is_written_into_in_place_is_found_in_its_step(kind, factor):
+    """Also where no number changes: the record shares the memory, so it cannot tell."""
 
-    report = ap.verify(written(small("llama"), zeros))
-    assert report.verdict == "mismatch"
-    rows = [row for row in report.rows if row.check == "cache" and row.layer == 1]
-    # The step before holds the same memory: its own row differs, and the next is not known.
-    assert [row.verdict for row in rows] == ["mismatch", "not_checked", "verified", "verified"]
-    assert "was written into since" in rows[1].reason
+    def scale(layers):
+        layers[1].values[:, :, 2] *= factor
+
+    report = ap.verify(written(small(kind), scale))
+    found = [(row.check, row.layer, row.verdict) for row in report.rows if row.layer == 1]
+    wrong_rows = [row for row in report.rows if row.verdict == "mismatch"]
+    assert [(row.check, row.layer) for row in wrong_rows] == [("cache", 1)]
+    assert (
+        wrong_rows[0].reason == "in step 2: the keys and values of step 1 were written into since"
+    )
+    for check in ("projection", "output"):  # of step 1, whose record is not what its kernel got
+        assert found.count((check, 1, "not_checked")) == 1
+
+
+def test_a_cache_that_is_written_into_after_the_last_step_does_not_pass():
+    calls = generated(small("llama"))
+    assert ap.verify(calls, checks=["cache", "output"]).passed
+    calls[-1].key[0, 0, 0] += 1
+    report = ap.verify(calls, checks=["cache", "output"])
+    assert report.verdict == "not_checked"
+    assert any("written into after it ran" in reason for reason in reasons(report, "output"))
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

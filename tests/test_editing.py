@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from samples import IDS
@@ -80,6 +81,7 @@ def test_no_scaling_is_a_model_without_scaling(gpt2, kernel):
 def test_a_scale_by_number_by_name_and_by_function(gpt2):
     model = gpt2()
     by_name = edited(model, scale="1/d_k")
+    assert torch.equal(by_name, edited(model, scale=np.float64(0.1), window=10**30))
     assert torch.equal(by_name, edited(model, scale=0.1))  # heads of 10
     assert torch.equal(by_name, edited(model, scale=lambda call: 6 / call.query.shape[1] / 10))
     assert not torch.allclose(by_name, logits(model))
@@ -272,6 +274,7 @@ def test_positions_are_counted_from_each_texts_first_token(gpt2, side):
             own = dict(change)
             if "head_output" in own:
                 own["head_output"] = ap.capture(model, [OTHER[:7], OTHER][text])
+                own["positions"] = [one for one in own["positions"] if one < len(ids)]
             alone = edited(model, ids, **own)
             assert_close(batch.output[text, batch.positions(text)], alone[0])
 
@@ -374,10 +377,13 @@ def test_a_part_of_an_encoder_decoder():
         call = cap.cross.call(1)
         first = call.value[:, :, 0].expand(7, -1, -1, -1).permute(1, 0, 2, 3)  # (B, T, H, Dv)
         assert torch.equal(call.head_output_model, first) == ("weights" in change)
+    plain_cross = plain.cross.call(0).head_output_model
     for change in ({"window": 1}, {"mask": "none"}):  # of words among themselves
-        with ap.edit(model, part="cross", **change):
-            assert_close(ap.capture(model, IDS, target=OTHER[:7]).output, plain.output)
-            model.generate(torch.tensor([IDS]), max_new_tokens=3, do_sample=False)
+        with ap.edit(model, **change):
+            cap = ap.capture(model, IDS, target=OTHER[:7])
+            model.generate(torch.tensor([IDS]), max_new_tokens=3, use_cache=False)
+        assert ap.verify(cap.cross, checks=["output"]).passed
+        assert not torch.equal(cap.cross.call(0).head_output_model, plain_cross)
 
 
 def test_half_precision_is_rounded_once(gpt2):
@@ -447,6 +453,20 @@ WRONG = {
     "a head that is not there": ({"heads": [(0, 6)], "scale": 1.0}, "head 6 is out of range"),
     "a layer that is not there": ({"layers": [3], "scale": 1.0}, "layer 3 was not edited.*0 to 2"),
     "no layer": ({"layers": [], "scale": 1.0}, "at least one layer"),
+    "layers and heads": ({"layers": [0], "heads": [(1, 2)], "scale": 1.0}, "not both"),
+    "where without what": ({"layers": [0]}, "where .* is said, but not what"),
+    "a part that is not there": ({"part": "decoder", "scale": 1.0}, "no encoder-decoder, and has"),
+    "a position that is not there": (
+        {"positions": [3, 11], "head_output": "zero"},
+        "position 11 was not edited",
+    ),
+    "a key that is not there": (
+        {"drop": [2, 11]},
+        "position 11 was not dropped: the last .* is 10",
+    ),
+    "a mask for cross attention": ({"part": "cross", "mask": "none"}, "are of self-attention"),
+    "a window for cross attention": ({"part": "cross", "window": 2}, "are of self-attention"),
+    "weights that are no numbers": ({"weights": lambda w: w * float("nan")}, "returned NaN"),
     "a text for layers": ({"layers": "12", "scale": 1.0}, "list of numbers for layers"),
 }
 

@@ -539,8 +539,12 @@ def test_padding_is_not_counted_among_the_tokens():
 
 @pytest.mark.parametrize(
     ("given", "got"),
-    [([], "got no calls"), ([1, 2], "got a list of other things"), ("calls", "got str")],
+    [
+        ([], "got no calls"),
+        ([1, 2], "got a list of other things"),
+        ("calls", "got the text 'calls'"),
+    ],
 )
 def test_what_is_neither_capture_nor_calls_is_refused(given, got):
-    with pytest.raises(ap.InputError, match=rf"or the calls of a probe; {got}"):
+    with pytest.raises(ap.InputError, match=rf"the calls of a probe, or a model; {got}"):
         ap.verify(given)
