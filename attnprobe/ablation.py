@@ -12,13 +12,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from attnprobe.capturing import capture
+from attnprobe.capturing import capture, nonfinite
 from attnprobe.changes import Change
 from attnprobe.editing import changed, heads_by_layer
 from attnprobe.errors import InputError
 from attnprobe.models import as_language_model
 from attnprobe.predicting import logits_of, texts_of
-from attnprobe.records import Capture, LanguageModel
+from attnprobe.records import Capture, LanguageModel, seeded
 from attnprobe.sites import ByText, Where
 from attnprobe.trials import (
     Metric,
@@ -28,6 +28,7 @@ from attnprobe.trials import (
     refuse_unmeasured,
     trials,
 )
+from attnprobe.words import read
 
 How = Literal["zero", "mean", "resample"]
 
@@ -76,16 +77,20 @@ def head_effects(
         A row for each layer and head, int64: value, the metric with that head silenced, and effect,
         how far that is from the unchanged model's, float64. Of a head that the model needs, the
         effect is above 0 for a loss and below 0 for a logit. `frame.attrs` holds model, metric,
-        unit, how, and unchanged, the unchanged model's value.
+        unit, target and against (as they read in a text, or ids of a bare model), how, seed (of
+        "resample"), unchanged, the unchanged model's value, texts, how many, and text, the first.
 
     Raises:
         InputError: what `capture` refuses; an unknown metric or `how`; a target that is missing,
-            not asked for, or not one token; a head that is not there; a text of one token for a
-            loss; an edit that is open on the model.
+            not asked for, or not one token; a `reference` that is not asked for; a head that is not
+            there; a text of one token for a loss; an edit that is open on the model.
         ModelError: a model that predicts no next word, or whose heads are not all seen.
+        NonFiniteError: NaN or infinity in the weights, or in what the unchanged model computes.
     """
     lm = as_language_model(lm)
     refuse_unknown(metric, target, against, how)
+    if how == "zero" and reference is not None:
+        raise InputError("how='zero' takes no reference: give how='mean' or 'resample' with it")
     goal = Metric.of(lm, metric, target, against, texts if isinstance(texts, str) else "")
     rows = texts_of(lm, texts, least=1 if goal.last else 2)
     cap = capture(lm, min(rows, key=len))
@@ -93,12 +98,14 @@ def head_effects(
     pairs = _present(cap, heads)
     if how != "zero" and reference is None:
         reference = capture(lm, [row.tolist() for row in rows])
-    silence = partial(_silence, lm, pairs, how, reference, seed)
+    silence = partial(_silence, lm, pairs, how, reference, seeded(seed))
     silence(slice(0, 0))  # refuses what does not fit, before any work
     unchanged, values, of = 0.0, torch.zeros(len(pairs), dtype=torch.float64), 0
     for number, ids in enumerate(rows):
         count = goal.count(len(ids))
         logits = logits_of(lm.model, ids[None], last=goal.last)
+        if not torch.isfinite(logits).all():
+            raise nonfinite(lm, "the model's output", logits.dtype)
         unchanged += count * float(goal.measure(logits, ids))
         for part, found in trials(cap, ids, len(pairs), silence, goal):
             values[part] += count * found.cpu()
@@ -111,8 +118,12 @@ def head_effects(
     frame = pd.DataFrame(
         {"layer": layer, "head": head, "value": value, "effect": value - unchanged / of}
     )
-    frame.attrs = {"model": lm.name, "metric": metric, "unit": goal.unit, "how": how}
-    frame.attrs["unchanged"] = unchanged / of
+    frame.attrs = {"model": lm.name, "metric": metric, "unit": goal.unit}
+    frame.attrs |= dict(zip(("target", "against"), goal.words, strict=True))
+    frame.attrs |= {"how": how, "seed": seed if how == "resample" else None}
+    frame.attrs |= {"unchanged": unchanged / of, "texts": len(rows)}
+    given = isinstance(texts, str)
+    frame.attrs["text"] = texts if given else read(lm.tokenizer, rows[0].tolist()).text
     return frame
 
 

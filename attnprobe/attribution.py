@@ -31,6 +31,9 @@ class LogitContributions:
             positions have one of their own), then by layer each head, attention bias (b_O) and mlp,
             then final norm bias and unembedding bias; those that a model has. layer and head are
             nullable Int64, empty where a part has none; contribution is float64, in logits.
+            `frame.attrs` holds model, unit, word and against (as they read in a text, or ids of a
+            bare model), text, after, the word of the text before them, token, its position, and
+            logit_model.
         logit_model: the model's own logit, or the difference of its two.
         bound: how far rounding alone may take the sum of the contributions from it.
         checks: the steps from parts to logit, each against the model's own, see
@@ -175,6 +178,9 @@ def logit_contributions(
     frame, logit = reader.frame(parts), float(logits @ reader.sign)
     error = abs(float(frame["contribution"].sum()) - logit)
     last = words.words[words.word_of[at]].label
+    frame.attrs = {"model": cap.lm.name, "text": words.text, "after": last, "token": at}
+    frame.attrs |= {"word": tokens[0].word, "against": tokens[-1].word if tokens[1:] else None}
+    frame.attrs |= {"unit": "logits", "logit_model": logit}
     dtype = str(cap.calls[0].dtype).removeprefix("torch.")
     return LogitContributions(
         title=f"What adds to {_named(tokens)}, after {last!r} (token {at})",

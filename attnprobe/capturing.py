@@ -91,7 +91,7 @@ def forward(
         )
     output = output_of(outputs, model, rows).detach()
     if not torch.isfinite(output[rows]).all():
-        raise _nonfinite(lm, "the model's output", output.dtype)
+        raise nonfinite(lm, "the model's output", output.dtype)
     return Capture(
         lm=lm,
         texts=batch.texts,
@@ -159,10 +159,11 @@ def _refuse_nonfinite(lm: LanguageModel, call: AttentionCall, rows: Tensor) -> N
             continue
         by_token = tensor.transpose(1, 2) if what == "query" else tensor
         if by_token.shape[:2] != rows.shape or not torch.isfinite(by_token[rows]).all():
-            raise _nonfinite(lm, f"layer {call.layer}: the {what}", call.dtype)
+            raise nonfinite(lm, f"layer {call.layer}: the {what}", call.dtype)
 
 
-def _nonfinite(lm: LanguageModel, where: str, dtype: torch.dtype) -> NonFiniteError:
+def nonfinite(lm: LanguageModel, where: str, dtype: torch.dtype) -> NonFiniteError:
+    """The error that says where NaN or infinity is, and of which weight it comes."""
     for name, parameter in lm.model.named_parameters():
         if parameter.is_meta:  # offloaded: not here to be looked at
             continue

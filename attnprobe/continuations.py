@@ -31,6 +31,11 @@ class NextToken:
     def __str__(self) -> str:
         return f"{self.text!r} (id {self.id})" if self.text else f"id {self.id}"
 
+    @property
+    def word(self) -> str | int:
+        """How it reads, or its id where there is no telling: what frames hold."""
+        return self.text or self.id
+
 
 def next_token(
     tokenizer: PreTrainedTokenizerBase | None, word: str | int, context: str, vocabulary: int

@@ -10,7 +10,7 @@ from attnprobe.changes import Change, HeadOutput, Scale, Weights, one_of
 from attnprobe.errors import InputError
 from attnprobe.hooks import replaced
 from attnprobe.models import as_language_model
-from attnprobe.records import Capture, UnseenAttention, whole
+from attnprobe.records import Capture, UnseenAttention, seeded, whole
 from attnprobe.sites import Part, Where
 
 _edited: list[object] = []  # the models of the edits that are open
@@ -87,7 +87,7 @@ def edit(
     )
     change = Change(
         *(where, scale, mask, window, _numbers(drop, "position"), temperature, weights),
-        *(query, key, value, head_output, reference, whole(seed, "seed"), kernel),
+        *(query, key, value, head_output, reference, seeded(seed), kernel),
     )
     change.refuse_nonsense()
     if change.changes_nothing and any(one is not None for one in (part, layers, heads, positions)):

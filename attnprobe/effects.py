@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attnprobe.basis import basis_of
+from attnprobe.capturing import nonfinite
 from attnprobe.changes import Change
 from attnprobe.editing import changed
 from attnprobe.errors import ModelError
@@ -55,6 +56,8 @@ def term_effects(
 
     A row of weights is one query token of one text in one layer and head; n counts the keys that
     it may attend to in that row of the frame. All rows, and all tokens, of all texts count alike.
+    d_k is the size of one head, d_model that of the embedding.
+
     Without attention there are no weights, and the first three are NaN. Where a model has sinks, a
     share of each row goes to no key, and entropy is that of what the keys get.
 
@@ -82,7 +85,7 @@ def term_effects(
     own = _Own(lm.model)
     runs = [_Run(term) for term in TERMS]
     for number, ids in enumerate(texts):
-        unchanged = _unchanged(lm.model, ids, own, runs[0].weights)  # (T, V)
+        unchanged = _unchanged(lm, ids, own, runs[0].weights)  # (T, V)
         for at, run in enumerate(runs):
             logits = run.logits(lm, ids, own) if at else unchanged
             if logits is not None:
@@ -117,7 +120,7 @@ TERMS = (
     Term("without /√d_k", "softmax(QKᵀ + M)V", factor=lambda head, width: 1.0),
     Term("divided by d_k", "softmax(QKᵀ/d_k + M)V", factor=lambda head, width: 1 / head),
     Term(
-        "divided by √(embedding size)",
+        "divided by √d_model",
         "softmax(QKᵀ/√d_model + M)V",
         factor=lambda head, width: width**-0.5,
     ),
@@ -239,7 +242,7 @@ class _Run:
             return logits_of(lm.model, ids[None])[0]
 
 
-def _unchanged(model: nn.Module, ids: Tensor, own: _Own, weights: _Weights) -> Tensor:
+def _unchanged(lm: LanguageModel, ids: Tensor, own: _Own, weights: _Weights) -> Tensor:
     """The model run on one text, (T,), by its own kernels: (T, V). Each call's weights come by the
     formula beside."""
 
@@ -252,11 +255,13 @@ def _unchanged(model: nn.Module, ids: Tensor, own: _Own, weights: _Weights) -> T
             weights.see(call, tile)
         return run()
 
-    with replaced(model, handle) as unseen:
-        logits = logits_of(model, ids[None])[0]
+    with replaced(lm.model, handle) as unseen:
+        logits = logits_of(lm.model, ids[None])[0]
     if unseen or not own.factors:
         reason = str(unseen[0]) if unseen else "it has no softmax attention to be seen"
-        raise ModelError(f"{type(model).__name__} cannot be changed: {reason}")
+        raise ModelError(f"{type(lm.model).__name__} cannot be changed: {reason}")
+    if not torch.isfinite(logits).all():
+        raise nonfinite(lm, "the model's output", logits.dtype)
     return logits
 
 

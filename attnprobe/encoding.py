@@ -56,7 +56,8 @@ def encode(
             "decoder is given. capture(lm, text, target=…)"
         )
     source = _batch(lm, text, padding_side)
-    given = _batch(lm, target, padding_side, start=getattr(config, "decoder_start_token_id", None))
+    start = getattr(config, "decoder_start_token_id", None)
+    given = _batch(lm, target, padding_side, "target", start)
     if len(source.texts) != len(given.texts):
         raise InputError(f"got {len(source.texts)} texts and {len(given.texts)} targets")
     inputs = {name: source.inputs[name] for name in ("input_ids", "attention_mask")}
@@ -71,14 +72,15 @@ def _batch(
     lm: LanguageModel,
     text: Any,
     padding_side: Literal["left", "right"] | None,
+    what: Literal["text", "target"] = "text",
     start: int | None = None,
 ) -> Batch:
     """One side's texts; texts, not ids, begin with the token `start`, where there is one."""
-    texts, ids = _token_ids(lm, text)
+    texts, ids = _token_ids(lm, text, what)
     if start is not None and texts[0] is not None:
         ids = [[start, *row] for row in ids]
         texts = (None,) * len(ids)  # read from its ids, with the token that begins it
-    _check(lm, ids)
+    _check(lm, ids, what)
     side = padding_side or getattr(lm.tokenizer, "padding_side", "right")
     if side not in ("left", "right"):
         raise InputError(f"padding_side must be 'left' or 'right', not {side!r}")
@@ -130,9 +132,12 @@ def _first_position(model: nn.Module) -> int:
     return 0
 
 
-def _token_ids(lm: LanguageModel, text: Any) -> tuple[tuple[str | None, ...], list[list[int]]]:
+def _token_ids(
+    lm: LanguageModel, text: Any, what: str
+) -> tuple[tuple[str | None, ...], list[list[int]]]:
+    """Texts, None where ids were given, and their ids; `what` they are called in messages."""
     if isinstance(text, bytes | bytearray):
-        raise InputError("expected text as str, got bytes: decode them first")
+        raise InputError(f"expected a {what} as str, got bytes: decode them first")
     if isinstance(text, str):
         text = [text]
     if isinstance(text, Mapping):
@@ -140,13 +145,13 @@ def _token_ids(lm: LanguageModel, text: Any) -> tuple[tuple[str | None, ...], li
     if isinstance(text, Tensor):
         text = text.tolist()
     if not isinstance(text, Sequence) or not text:
-        raise InputError(f"expected a text, a list of texts or token ids, got {text!r}")
+        raise InputError(f"expected a {what}, a list of {what}s or token ids, got {text!r}")
     if all(isinstance(one, str) for one in text):
         if lm.tokenizer is None:
-            raise InputError("a bare model takes token ids; for text, give (model, tokenizer)")
+            raise InputError(f"a bare model takes token ids; for a {what}, give (model, tokenizer)")
         for number, one in enumerate(text):
             if not one:
-                raise InputError(f"text {number} is empty: there is nothing to attend to")
+                raise InputError(f"{what} {number} is empty: there is nothing to attend to")
             refuse_surrogates(one)
         return tuple(text), [list(lm.tokenizer(one, verbose=False)["input_ids"]) for one in text]
     if any(isinstance(one, Mapping) for one in text):
@@ -158,7 +163,7 @@ def _token_ids(lm: LanguageModel, text: Any) -> tuple[tuple[str | None, ...], li
         text = [text]
     rows = [row.tolist() if isinstance(row, Tensor) else row for row in text]
     if not all(isinstance(row, Sequence) and all(_is_id(one) for one in row) for row in rows):
-        raise InputError("expected token ids as whole numbers, one list of them a text")
+        raise InputError(f"expected token ids as whole numbers, one list of them a {what}")
     return (None,) * len(rows), [list(row) for row in rows]
 
 
@@ -190,7 +195,7 @@ def _is_id(one: object) -> bool:
     return isinstance(one, int) and not isinstance(one, bool)
 
 
-def _check(lm: LanguageModel, ids: list[list[int]]) -> None:
+def _check(lm: LanguageModel, ids: list[list[int]], what: str) -> None:
     config = getattr(lm.model, "config", None)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None:  # XLNet's -1 stands for none
@@ -198,14 +203,14 @@ def _check(lm: LanguageModel, ids: list[list[int]]) -> None:
     vocabulary = getattr(config, "vocab_size", None)
     for number, row in enumerate(ids):
         if not row:
-            raise InputError(f"text {number} has no tokens: there is nothing to attend to")
+            raise InputError(f"{what} {number} has no tokens: there is nothing to attend to")
         if limit is not None and len(row) > limit:
             raise InputError(
-                f"text {number} has {len(row)} tokens; the model takes at most {limit}. "
-                "Give a shorter text"
+                f"{what} {number} has {len(row)} tokens; the model takes at most {limit}. "
+                f"Give a shorter {what}"
             )
         if vocabulary is not None and not (min(row) >= 0 and max(row) < vocabulary):
             raise InputError(
-                f"text {number} holds token ids from {min(row)} to {max(row)}; the model's "
+                f"{what} {number} holds token ids from {min(row)} to {max(row)}; the model's "
                 f"vocabulary has ids 0 to {vocabulary - 1}"
             )

@@ -17,7 +17,7 @@ from attnprobe.changes import Change
 from attnprobe.editing import changed
 from attnprobe.errors import InputError, ModelError
 from attnprobe.models import as_language_model
-from attnprobe.predicting import logits_of
+from attnprobe.predicting import logits_of, refuse_encoder_decoder
 from attnprobe.records import Capture
 from attnprobe.sites import ByText, Where
 from attnprobe.trials import Metric, Progress, refuse_unfit, trials
@@ -48,7 +48,11 @@ def patch_effects(
     """Put a clean run's activations into a corrupt run, one place at a time: how much comes back.
 
     Both texts have as many tokens, and differ where it matters: after the clean one the model
-    prefers `answer` to `wrong`, after the corrupt one less so, or not. With one place patched, the
+    prefers `answer` to `wrong`, after the corrupt one less so, or not: on the bundled model,
+
+        patch_effects(lm, "The old man shook", "The old woman shook", "his", "her")
+
+    has +2.4 logits and -1.7. With one place patched, the
     logit difference LD = logit(answer) - logit(wrong) at the last token moves from LD_corrupt
     towards LD_clean if that place carries what the two differ in:
 
@@ -75,16 +79,19 @@ def patch_effects(
     Returns:
         A row for each layer and position, with the corrupt text's token, or for each layer and
         head: logit_difference, LD_patched, and restored, both float64. `frame.attrs` holds model,
-        what, and the logit differences clean and corrupt.
+        what, answer and wrong (as they read in a text, or ids of a bare model), the logit
+        differences clean and corrupt, and clean_text and corrupt_text.
 
     Raises:
         InputError: what `capture` refuses; texts of different numbers of tokens (the message shows
             both); a word that is not one token; an unknown `by` or `what`, or "residual" by head;
-            logit differences that are the same; an edit that is open on the model.
-        ModelError: a model that predicts no next word, or whose heads are not all seen; "residual"
-            of one whose layers are not modules of a list.
+            a logit difference that is no larger after the clean text than after the corrupt one;
+            an edit that is open on the model.
+        ModelError: an encoder-decoder; a model that predicts no next word, or whose heads are not
+            all seen; "residual" of one whose layers are not modules of a list.
     """
     lm = as_language_model(lm)
+    refuse_encoder_decoder(lm.model)
     _refuse_unknown(by, what)
     context = corrupt if isinstance(corrupt, str) else ""
     metric = Metric.of(lm, "logit_difference", answer, wrong, context)
@@ -98,7 +105,7 @@ def patch_effects(
     ids = into.input_ids[0]
     ends = [logits_of(lm.model, cap.input_ids, last=True) for cap in (source, into)]
     best, base = (float(metric.measure(logits, ids)) for logits in ends)
-    _refuse_same(best, base, torch.stack(ends)[..., [metric.target, metric.against]])
+    _refuse_no_better(best, base, torch.stack(ends), metric)
     places = _places(into, by)
     first = _first_difference(source, into) if by == "position" else 0
     run = [at for at, (_, where) in enumerate(places) if where >= first]
@@ -117,6 +124,8 @@ def patch_effects(
     frame["logit_difference"] = found
     frame["restored"] = (found - base) / (best - base) + 0.0  # no -0
     frame.attrs = {"model": lm.name, "what": what, "clean": best, "corrupt": base}
+    frame.attrs |= dict(zip(("answer", "wrong"), metric.words, strict=True))
+    frame.attrs |= {"clean_text": source.words_of(0).text, "corrupt_text": into.words_of(0).text}
     return frame
 
 
@@ -146,15 +155,33 @@ def _refuse_unlike(source: Capture, into: Capture) -> None:
         )
 
 
-def _refuse_same(best: float, base: float, logits: Tensor) -> None:
-    """Refuse two logit differences that rounding alone may set apart."""
-    size = float(logits.abs().max())
-    if abs(best - base) <= ROUNDINGS * torch.finfo(logits.dtype).eps * size:
+def _refuse_no_better(best: float, base: float, ends: Tensor, metric: Metric) -> None:
+    """Refuse logit differences of which the clean one is no larger, but by what may be rounding.
+
+    Args:
+        best, base: the differences after the clean and after the corrupt text.
+        ends: the logits that they are of, (2, 1, 1, V).
+        metric: of which two words.
+    """
+    assert metric.target is not None
+    assert metric.against is not None
+    size = float(ends[..., [metric.target.id, metric.against.id]].abs().max())
+    room = ROUNDINGS * torch.finfo(ends.dtype).eps * size
+    if best - base > room:
+        return
+    got = (
+        f"the logit of {metric.target} less that of {metric.against} is {best:.4g} after the clean "
+        f"text and {base:.4g} after the corrupt one"
+    )
+    if base - best <= room:
         raise InputError(
-            "there is nothing to restore: the logit of the answer minus that of the wrong word is "
-            f"{best:.4g} after the clean text and {base:.4g} after the corrupt one. Give texts "
-            "that the model goes on with differently"
+            f"there is nothing to restore: {got}. Give texts that the model goes on with "
+            "differently"
         )
+    raise InputError(
+        f"{got}: the answer must stand better after the clean text. Exchange the two texts, or the "
+        "two words"
+    )
 
 
 def _first_difference(source: Capture, into: Capture) -> int:

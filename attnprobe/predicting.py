@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attnprobe.capturing import refuse_random
 from attnprobe.encoding import accepted, encode
-from attnprobe.errors import InputError, ModelError, NonFiniteError
+from attnprobe.errors import InputError, ModelError
 from attnprobe.records import LanguageModel
 
 TOKENS_AT_ONCE = 64
@@ -30,11 +30,8 @@ def texts_of(lm: LanguageModel, text: Any, least: int = 2) -> list[Tensor]:
         InputError: as `capture`; a text of one token, which has no next one to predict.
         ModelError: a model that does not predict the next token, by its class or config.
     """
+    refuse_encoder_decoder(lm.model)
     name = type(lm.model).__name__
-    if getattr(getattr(lm.model, "config", None), "is_encoder_decoder", False):
-        raise ModelError(
-            f"{name} is an encoder-decoder: expected a causal language model, of one text"
-        )
     can_generate = getattr(lm.model, "can_generate", None)
     if can_generate is None or not can_generate():
         raise ModelError(
@@ -50,6 +47,19 @@ def texts_of(lm: LanguageModel, text: Any, least: int = 2) -> list[Tensor]:
                 f"text {number} has one token, and no next one to predict: give at least two"
             )
     return ids
+
+
+def refuse_encoder_decoder(model: nn.Module) -> None:
+    """Refuse a model that takes two texts.
+
+    Raises:
+        ModelError: it is one, by its config.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ModelError(
+            f"{type(model).__name__} is an encoder-decoder: expected a model of one text, such as "
+            "a causal language model"
+        )
 
 
 def logits_of(model: nn.Module, ids: Tensor, *, last: bool = False) -> Tensor:
@@ -114,13 +124,8 @@ class Predictions:
 
 
 def compared(ids: Tensor, own: Tensor, given: Tensor) -> Predictions:
-    """What was predicted for one text, (T,), beside the model's own: logits of (T, V) each.
-
-    Raises:
-        NonFiniteError: NaN or infinity in the model's own.
-    """
-    if not torch.isfinite(own).all():
-        raise NonFiniteError("the model's output holds NaN or infinity: capture it, to see where")
+    """What was predicted for one text, (T,), beside the model's own, which is finite: logits of
+    (T, V) each."""
     following = ids[1:]
     total = Predictions()
     for start in range(0, len(ids), TOKENS_AT_ONCE):

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -132,11 +133,7 @@ def frame_parquet(frame: pd.DataFrame) -> bytes:
 def frame_text(frame: pd.DataFrame, width: int | None = None) -> str:
     """A table to read; `width` is that of the terminal, None for as wide as it gets."""
     numbers = list(frame.select_dtypes("number").columns)
-    rows = (
-        [f"{cell:.4g}" if isinstance(cell, float) else _visible(str(cell)) for cell in row]
-        for row in frame.itertuples(index=False)
-    )
-    return _grid(list(frame.columns), rows, numbers, width)
+    return _grid(list(frame.columns), _cells(frame), numbers, width)
 
 
 def effects_text(frame: pd.DataFrame, width: int | None = None) -> str:
@@ -148,7 +145,27 @@ def effects_text(frame: pd.DataFrame, width: int | None = None) -> str:
         for term, formula, note in zip(frame["term"], frame["formula"], frame["note"], strict=True)
     ]
     numbers = frame.drop(columns=["formula", "note"])
-    return "\n".join([frame_text(numbers, width), "", *lines])
+    table = frame_text(numbers)
+    if width is not None and max(map(len, table.splitlines())) > width:
+        table = _narrow(numbers, width)
+    return "\n".join([table, "", *lines])
+
+
+def _narrow(frame: pd.DataFrame, width: int) -> str:
+    """A table whose first column is as wide as its longest word, and whose names are in lines, so
+    that no word need be broken."""
+    names = [name.replace("_", "_\n") for name in frame.columns]
+    rows = _cells(frame)
+    longest = max(len(word) for first, *_ in rows for word in first.split())
+    rows = [["\n".join(wrap(first, longest)), *rest] for first, *rest in rows]
+    return _grid(names, rows, names[1:], width)
+
+
+def _cells(frame: pd.DataFrame) -> list[list[str]]:
+    return [
+        [f"{cell:.4g}" if isinstance(cell, float) else _visible(str(cell)) for cell in row]
+        for row in frame.itertuples(index=False)
+    ]
 
 
 def write(out: Path, content: str | bytes) -> None:
@@ -208,7 +225,7 @@ def _visible(text: str) -> str:
 def _grid(
     columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str], width: int | None
 ) -> str:
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in columns:
         grid.add_column(name, justify="right" if name in right else "left", overflow="fold")
     for row in rows:

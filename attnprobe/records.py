@@ -32,6 +32,18 @@ def whole(value: Any, what: str) -> int:
     raise InputError(f"expected a whole number for {what}, got {value!r}")
 
 
+def seeded(seed: Any) -> int:
+    """A seed that torch's generators take.
+
+    Raises:
+        InputError: it is no whole number, or out of their range.
+    """
+    number = whole(seed, "seed")
+    if not -(2**63) <= number < 2**64:
+        raise InputError(f"expected a seed from -2**63 to 2**64 - 1, got {number}")
+    return number
+
+
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
     """A model with its tokenizer, as `load` returns it.

@@ -187,7 +187,8 @@ def residual(cap: Capture, stream: Stream, text: int, place: int) -> Residual:
     if not torch.equal(output[text, place], captured):
         raise ModelError(
             "the model no longer gives the logits that were captured: its weights, its kernel or "
-            "the number of threads have changed since. Capture the text again"
+            "the number of threads have changed since, or it was captured inside an edit. Capture "
+            "the text again, outside of any"
         )
     return Residual(
         embedding=gave[stream.embedding],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from attnprobe.continuations import next_token
+from attnprobe.continuations import NextToken, next_token
 from attnprobe.encoding import accepted
 from attnprobe.errors import InputError, ModelError
 from attnprobe.predicting import logits_of
@@ -31,8 +31,8 @@ class Metric:
     """A number that tells how well a model goes on with a text."""
 
     name: MetricName
-    target: int | None = None
-    against: int | None = None
+    target: NextToken | None = None
+    against: NextToken | None = None
 
     @classmethod
     def of(
@@ -51,11 +51,16 @@ class Metric:
         refuse_unmeasured(name, target, against)
         config: Any = lm.model.config
         vocabulary = config.get_text_config().vocab_size
-        ids = (
-            None if one is None else next_token(lm.tokenizer, one, context, vocabulary).id
+        tokens = (
+            None if one is None else next_token(lm.tokenizer, one, context, vocabulary)
             for one in (target, against)
         )
-        return cls(name, *ids)
+        return cls(name, *tokens)
+
+    @property
+    def words(self) -> list[str | int | None]:
+        """The target, and what it is against, as frames hold them; None for none."""
+        return [None if one is None else one.word for one in (self.target, self.against)]
 
     @property
     def unit(self) -> str:
@@ -78,11 +83,11 @@ class Metric:
             logits: (N, T, V), or (N, 1, V) of the last token.
             ids: the text's, (T,).
         """
-        if self.name == "loss":  # one at a time: in float64 they take twice the room
+        if self.target is None:  # one at a time: in float64 they take twice the room
             losses = [cross_entropy(one[:-1].double(), ids[1:]) for one in logits]
             return torch.stack(losses)
-        found = logits[:, -1, self.target].double()
-        return found if self.against is None else found - logits[:, -1, self.against].double()
+        found = logits[:, -1, self.target.id].double()
+        return found if self.against is None else found - logits[:, -1, self.against.id].double()
 
 
 def refuse_unmeasured(name: object, target: object, against: object) -> None:

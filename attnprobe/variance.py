@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -10,21 +10,23 @@ import torch
 from torch import Tensor
 
 from attnprobe.basis import basis_of
-from attnprobe.capturing import refuse_random
+from attnprobe.capturing import forward
 from attnprobe.encoding import encode
 from attnprobe.errors import InputError, ModelError
 from attnprobe.formula import TILE_BYTES, scores, softmax
-from attnprobe.hooks import replaced
-from attnprobe.interception import KernelOutput
 from attnprobe.masks import Allowing, MaskRule
 from attnprobe.models import as_language_model
-from attnprobe.records import AttentionCall, whole
+from attnprobe.predicting import refuse_encoder_decoder
+from attnprobe.records import AttentionCall, seeded, whole
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 """The head sizes that random vectors are drawn in."""
 
 VECTORS = 512
 """How many random queries there are, and as many keys."""
+
+LARGEST = 2**14
+"""The largest head size that random vectors are drawn in: they take 134 MB."""
 
 COLUMNS = (
     *("source", "layer", "head", "d_k", "pairs", "variance", "expected", "ratio"),
@@ -65,7 +67,8 @@ def scale_variance(
         lm: what `load` returns, a (model, tokenizer) pair, or a bare model with token ids; no
             encoder-decoder.
         text: one or several, as `capture` takes them. They run one by one, so nothing is padded.
-        sizes: d_k of the random vectors, `VECTORS` queries and as many keys of each.
+        sizes: d_k of the random vectors, from 1 to `LARGEST` (16,384); `VECTORS` queries and as
+            many keys of each.
         seed: of the random vectors.
 
     Returns:
@@ -73,19 +76,18 @@ def scale_variance(
         model's heads, then the random vectors.
 
     Raises:
-        InputError: as `capture`; sizes that are none.
-        ModelError: attention that is not seen, or none; as `capture`.
+        InputError: as `capture`; sizes or a seed that are none.
+        ModelError: an encoder-decoder; attention that is not seen, or none; as `capture`.
+        NonFiniteError: as `capture`.
     """
-    wanted = [whole(size, "sizes") for size in sizes]
-    if not wanted or min(wanted) < 1:
-        raise InputError(f"expected sizes of at least 1, got {wanted}")
+    wanted = _sizes(sizes)
+    generator = torch.Generator().manual_seed(seeded(seed))
     layers = _of_model(lm, text)
     rows = [
         {"source": "model", "layer": layer, "head": head, **row}
         for layer in sorted(layers)
         for head, row in enumerate(layers[layer].rows())
     ]
-    generator = torch.Generator().manual_seed(whole(seed, "seed"))
     for size in wanted:
         query, key = torch.randn(2, 1, 1, VECTORS, size, dtype=torch.float64, generator=generator)
         moments = _Moments(size, size**-0.5)
@@ -93,6 +95,20 @@ def scale_variance(
         rows += [{"source": "random", "layer": None, "head": None, **row} for row in moments.rows()]
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
     return frame.astype({"layer": "Int64", "head": "Int64"})
+
+
+def _sizes(sizes: object) -> list[int]:
+    """Head sizes that can be drawn.
+
+    Raises:
+        InputError: something else.
+    """
+    if not isinstance(sizes, Iterable):
+        raise InputError(f"expected a list of sizes, such as [8, 64]; got {sizes!r}")
+    wanted = [whole(size, "sizes") for size in sizes]
+    if not wanted or min(wanted) < 1 or max(wanted) > LARGEST:
+        raise InputError(f"expected sizes from 1 to {LARGEST:,}, got {wanted}")
+    return wanted
 
 
 class _Moments:
@@ -149,22 +165,18 @@ class _Moments:
 def _of_model(lm: object, text: Any) -> dict[int, _Moments]:
     """By layer, over all texts."""
     lm = as_language_model(lm)
-    refuse_random(lm.model)
+    refuse_encoder_decoder(lm.model)
     batch = encode(lm, text, padding_side="right")
     layers: dict[int, _Moments] = {}
 
-    def handle(call: AttentionCall, run: Callable[[], KernelOutput]) -> KernelOutput:
+    def take(call: AttentionCall) -> None:
         if call.kind == "self":
             own = _Moments(call.query.shape[-1], call.expected_scaling * call.scaled_before)
             query, key = call.query.double() / call.scaled_before, call.key.double()
             layers.setdefault(call.layer, own).add(query, key, basis_of(call).rule)
-        return run()
 
-    with torch.no_grad(), replaced(lm.model, handle) as unseen:
-        for ids, tokens in zip(batch.inputs["input_ids"], batch.padding, strict=True):
-            one = ids[tokens][None]  # (1, T)
-            lm.model(input_ids=one, attention_mask=torch.ones_like(one))
-    if unseen or not layers:
-        reason = str(unseen[0]) if unseen else "it has no softmax attention to be seen"
-        raise ModelError(f"{type(lm.model).__name__}: {reason}")
+    for ids, tokens in zip(batch.inputs["input_ids"], batch.padding, strict=True):
+        cap = forward(lm, ids[tokens], None, None, take)
+        if cap.unseen:
+            raise ModelError(f"{type(lm.model).__name__}: {cap.unseen[0]}")
     return layers

@@ -214,8 +214,32 @@ def test_says_what_it_cannot_measure(model, arguments, options, said):
 
 
 def test_a_reference_is_not_for_zero(model):
-    with pytest.raises(ap.InputError, match="asks for reference="):
+    with pytest.raises(ap.InputError, match="how='zero' takes no reference: give how='mean' or"):
         ap.head_effects(model, TEXTS, reference=ap.capture(model, TEXTS))
+
+
+@pytest.mark.parametrize("seed", [2**70, -(2**63) - 1, 1.5, True])
+def test_refuses_seeds_that_no_generator_takes(model, seed):
+    with pytest.raises(ap.InputError, match="seed"):
+        ap.head_effects(model, TEXTS, how="resample", seed=seed)
+
+
+def test_a_weight_that_is_not_finite_is_named_though_only_one_text_meets_it(model):
+    with torch.no_grad():
+        model.transformer.wpe.weight[8] = np.nan  # a position of the first text alone
+    with pytest.raises(ap.NonFiniteError, match=r"weight transformer\.wpe\.weight: 60 of"):
+        ap.head_effects(model, TEXTS)
+
+
+def test_the_frame_says_what_it_is_of(model):
+    options = {"target": 13, "against": 7, "how": "resample", "seed": 5, "heads": [(0, 1)]}
+    frame = ap.head_effects(model, TEXTS, "logit_difference", **options)
+    said = {name: frame.attrs[name] for name in ("target", "against", "seed", "texts", "text")}
+    ids = " ".join(map(str, TEXTS[0]))
+    assert said == {"target": 13, "against": 7, "seed": 5, "texts": 2, "text": ids}
+    frame = ap.head_effects(model, TEXTS[1], heads=[(0, 1)], seed=5)  # of which zero makes no use
+    said = [frame.attrs[name] for name in ("target", "against", "seed", "texts")]
+    assert said == [None, None, None, 1]
 
 
 def test_refuses_an_edit_that_is_open(model):
@@ -256,6 +280,8 @@ def test_words_reach_the_metric(bundled):
     logits = last_logits(bundled.model, ids)
     assert frame.attrs["unchanged"] == pytest.approx(logits[house] - logits[garden], abs=1e-4)
     assert (frame.attrs["model"], frame.attrs["metric"]) == ("bundled", "logit_difference")
+    assert (frame.attrs["target"], frame.attrs["against"]) == (" house", " garden")
+    assert frame.attrs["text"] == "She went into the"
     named = LanguageModel(bundled.model, None, "")
     by_id = ap.head_effects(named, [ids], "logit_difference", target=house, against=garden)
     pd.testing.assert_frame_equal(frame, by_id)

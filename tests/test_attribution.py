@@ -515,6 +515,14 @@ def test_a_model_that_has_changed_since_is_refused():
     assert hooks_of(model) == 0
 
 
+def test_a_capture_made_inside_an_edit_says_so():
+    model = sharp("gpt2")
+    with ap.edit(model, heads=[(1, 2)], head_output="zero"):
+        cap = ap.capture(model, IDS)
+    with pytest.raises(ap.ModelError, match=r"or it was captured inside an edit\. Capture"):
+        ap.logit_contributions(cap, 42)
+
+
 class Adapted(nn.Linear):
     """What an adapter puts in a Linear's place."""
 
@@ -569,6 +577,16 @@ TEXT = "“Oh, dear!” said Alice. “I don’t know what to do,” said"
 def test_a_sentence_from_a_book(bundled):
     cap = ap.capture(bundled, TEXT)
     found = ap.logit_contributions(cap, "the", against="Alice")
+    assert found.frame.attrs == {
+        "model": "bundled",
+        "text": TEXT,
+        "after": "said",
+        "token": len(cap.words_of(0).tokens) - 1,
+        "word": " the",
+        "against": " Alice",
+        "unit": "logits",
+        "logit_model": found.logit_model,
+    }
     print(found)
     assert found.verified
     assert found.total == pytest.approx(found.logit_model, abs=1e-4)

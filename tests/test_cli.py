@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pty
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 import transformers
 from hub import Hub, save_gpt2
 from test_encoder_decoders import bart, made, tokenizer
@@ -387,6 +389,28 @@ def test_terms_fit_a_terminal_and_break_no_number(model: str, width: int) -> Non
     assert max(map(len, table.splitlines())) <= width
     losses = {f"{loss:.4g}" for loss in frame["loss"]}
     assert losses <= set(table.split())
+
+
+@pytest.mark.parametrize("width", [76, 80, 100])
+def test_terms_break_no_word_in_a_usual_terminal(model: str, width: int) -> None:
+    frame = ap.term_effects(ap.load(model), TEXT)
+    table, _, _ = printing.effects_text(frame, width).partition("\n\n")
+    words = {word for term in frame["term"] for word in term.split()}
+    names = {part for name in frame.columns[2:-1] for part in name.replace("_", "_ ").split()}
+    assert words <= set(table.split())
+    assert names <= set(table.replace("_", "_ ").split())
+    assert max(map(len, table.splitlines())) <= width
+
+
+def test_terms_name_the_weight_that_is_not_finite(tmp_path: Path) -> None:
+    lm = ap.load("bundled")
+    with torch.no_grad():
+        lm.model.transformer.h[1].mlp.c_fc.weight[3, 5] = math.nan
+    lm.model.save_pretrained(tmp_path)
+    lm.tokenizer.save_pretrained(tmp_path)
+    done = run("terms", TEXT, "--model", str(tmp_path))
+    assert done.exit_code == 2
+    assert "so does the weight transformer.h.1.mlp.c_fc.weight: 1 of" in done.stderr
 
 
 def test_terms_as_json_and_in_a_file_hold_the_frame(model: str, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ NAMES = [term.name for term in TERMS]
 ON_QUERY = {
     "without /√d_k": HEAD**0.5,
     "divided by d_k": HEAD**-0.5,
-    "divided by √(embedding size)": (HEAD / WIDTH) ** 0.5,
+    "divided by √d_model": (HEAD / WIDTH) ** 0.5,
     "uniform weights": 0.0,
 }
 
@@ -161,7 +161,7 @@ def test_the_frame_names_its_terms_and_counts_what_it_is_over(gpt2):
         "as it is": "softmax(QKᵀ/√d_k + M)V",
         "without /√d_k": "softmax(QKᵀ + M)V",
         "divided by d_k": "softmax(QKᵀ/d_k + M)V",
-        "divided by √(embedding size)": "softmax(QKᵀ/√d_model + M)V",
+        "divided by √d_model": "softmax(QKᵀ/√d_model + M)V",
         "without M": "softmax(QKᵀ/√d_k)V",
         "uniform weights": "softmax(M)V",
         "no attention at all": "0",
@@ -324,8 +324,6 @@ def test_predictions_by_hand():
     assert found.kl == pytest.approx(0.75 * math.log(3) + 0.25 * math.log(1 / 3), rel=1e-6)
     assert found.means()["kl"] == pytest.approx(found.kl / 2)
     assert found.means()["top1"] == 0.5
-    with pytest.raises(ap.NonFiniteError):
-        compared(torch.tensor([0, 1]), own * math.inf, given)
 
 
 def test_a_perplexity_past_all_numbers_is_infinite():
@@ -484,12 +482,35 @@ def test_both_ways_every_pair_counts(bidirectional):
 
 
 def test_sizes_that_are_none_are_refused(gpt2):
-    for sizes in ([], [0], [2.5]):
+    for sizes in ([], [0], [2.5], 8, "8", [8, 2**14 + 1], [10**9]):
         with pytest.raises(ap.InputError, match="sizes"):
             ap.scale_variance(gpt2(), IDS, sizes=sizes)
+    with pytest.raises(ap.InputError, match=r"from 1 to 16,384, got \[16385\]"):
+        ap.scale_variance(gpt2(), IDS, sizes=[16385])
+
+
+@pytest.mark.parametrize("seed", [2**70, 2**64, -(2**63) - 1, 0.5])
+def test_seeds_that_are_none_are_refused(gpt2, seed):
+    with pytest.raises(ap.InputError, match="seed"):
+        ap.scale_variance(gpt2(), IDS, sizes=[8], seed=seed)
+
+
+def test_seeds_may_be_any_that_torch_takes(gpt2):
+    for seed in (2**64 - 1, -(2**63)):
+        assert len(ap.scale_variance(gpt2(), IDS, sizes=[8], seed=seed)) == 19
+
+
+@pytest.mark.parametrize("function", [ap.scale_variance, ap.term_effects])
+@pytest.mark.parametrize("name", ["h.1.attn.c_attn.weight", "h.2.mlp.c_proj.bias"])
+def test_a_weight_that_is_not_finite_is_named(gpt2, function, name):
+    model = gpt2()
+    with torch.no_grad():
+        model.transformer.get_parameter(name).view(-1)[2] = math.nan
+    with pytest.raises(ap.NonFiniteError, match=f"so does the weight transformer.{name}: 1 of"):
+        function(model, IDS)
 
 
 def test_the_variance_needs_attention_that_is_seen_and_one_text(gpt2):
     t5 = T5Config(vocab_size=101, d_model=60, d_kv=10, d_ff=70, num_layers=2, num_heads=6)
-    with pytest.raises(ap.InputError, match="encoder-decoder"):
+    with pytest.raises(ap.ModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
         ap.scale_variance(T5ForConditionalGeneration(t5).eval(), IDS)

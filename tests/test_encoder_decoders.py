@@ -186,8 +186,17 @@ def test_what_is_missing_is_named(kind):
         ap.capture(model, SOURCES)
     with pytest.raises(ap.InputError, match="got 2 texts and 1 targets"):
         ap.capture(model, SOURCES, target=TARGETS[:1])
-    with pytest.raises(ap.InputError, match="text 0 has no tokens"):
-        ap.capture(model, SOURCES[0], target=[[]])
+    for target, said in (
+        ([], r"expected a target, a list of targets or token ids, got \[\]"),
+        ([[]], "target 0 has no tokens"),
+        ([101], "target 0 holds token ids from 101 to 101"),
+        ([0.5], "one list of them a target"),
+        (b"text", "expected a target as str, got bytes"),
+    ):
+        with pytest.raises(ap.InputError, match=said):
+            ap.capture(model, SOURCES[0], target=target)
+    with pytest.raises(ap.InputError, match=r"expected a text, a list of texts .* got \[\]"):
+        ap.capture(model, [], target=TARGETS[0])
     with pytest.raises(ap.InputError, match="a bare model takes token ids"):
         ap.capture(model, SOURCES[0], target="text")
     part = ap.capture(model, SOURCES, target=TARGETS).decoder

@@ -79,6 +79,7 @@ ORDER = [
     "views.attention",
     "views.drawing",
     "views.plots",
+    "views.captions",
     "views.effects",
     "views.overview",
     "exits",

@@ -9,14 +9,17 @@ from transformers import (
     AlbertForMaskedLM,
     MistralConfig,
     MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import attnprobe as ap
 from attnprobe import patching, trials
+from attnprobe.continuations import NextToken
 
 CLEAN = [5, 17, 23, 8, 4, 42, 99, 3, 77, 61, 12]
 CORRUPT = [5, 17, 23, 8, 60, 42, 99, 9, 77, 61, 12]  # the fifth token differs first
-ANSWER, WRONG = 13, 7
+ANSWER, WRONG = 13, 34
 
 
 @pytest.fixture
@@ -215,11 +218,43 @@ def test_nothing_to_restore_is_said_with_both_numbers(gpt2):
 
 
 def test_differences_that_rounding_makes_are_none():
-    logits = torch.tensor([20.0, -3.0])
+    metric = trials.Metric("logit_difference", NextToken(0, ""), NextToken(1, ""))
+    ends = torch.tensor([20.0, -3.0, 99.0]).expand(2, 1, 1, 3)
     unit = torch.finfo(torch.float32).eps * 20
-    with pytest.raises(ap.InputError, match="nothing to restore"):
-        patching._refuse_same(1.0, 1.0 + 7 * unit, logits)
-    patching._refuse_same(1.0, 1.0 + 9 * unit, logits)
+    for off in (7, -7):
+        with pytest.raises(ap.InputError, match="nothing to restore"):
+            patching._refuse_no_better(1.0 + off * unit, 1.0, ends, metric)
+    patching._refuse_no_better(1.0 + 9 * unit, 1.0, ends, metric)
+    with pytest.raises(ap.InputError, match="must stand better"):
+        patching._refuse_no_better(1.0 - 9 * unit, 1.0, ends, metric)
+
+
+def test_an_answer_that_stands_better_after_the_corrupt_text_is_refused_with_both_numbers(model):
+    best, base = difference(model, CLEAN), difference(model, CORRUPT)
+    said = (
+        rf"^the logit of id {ANSWER} less that of id {WRONG} is {base:.4g} after the clean text "
+        rf"and {best:.4g} after the corrupt one.* Exchange the two texts, or the two words"
+    )
+    with pytest.raises(ap.InputError, match=said):
+        ap.patch_effects(model, CORRUPT, CLEAN, ANSWER, WRONG)
+    with pytest.raises(ap.InputError, match="Exchange"):
+        ap.patch_effects(model, CLEAN, CORRUPT, WRONG, ANSWER)
+    ap.patch_effects(model, CORRUPT, CLEAN, WRONG, ANSWER)
+
+
+def test_the_example_of_the_readme_prefers_the_answer_and_then_the_wrong_word():
+    texts = ("The old man shook", "The old woman shook")
+    frame = ap.patch_effects(ap.load("bundled"), *texts, "his", "her")
+    assert frame.attrs["clean"] == pytest.approx(2.402, abs=1e-3)
+    assert frame.attrs["corrupt"] == pytest.approx(-1.742, abs=1e-3)
+    words = {name: frame.attrs[name] for name in ("answer", "wrong", "clean_text", "corrupt_text")}
+    assert tuple(words.values()) == (" his", " her", *texts)
+
+
+def test_refuses_encoder_decoders_by_name():
+    t5 = T5Config(vocab_size=101, d_model=60, d_kv=10, d_ff=70, num_layers=2, num_heads=6)
+    with pytest.raises(ap.ModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        run(T5ForConditionalGeneration(t5).eval())
 
 
 @pytest.mark.parametrize(

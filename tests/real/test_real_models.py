@@ -248,7 +248,7 @@ def test_what_each_term_is_good_for(name, request):
     assert loss.drop("without M").idxmax() == "no attention at all"
     # The scale keeps softmax between too sharp and too even.
     assert entropy["without /√d_k"] < own["entropy"] / 2
-    assert entropy["divided by d_k"] > entropy["divided by √(embedding size)"] > own["entropy"]
+    assert entropy["divided by d_k"] > entropy["divided by √d_model"] > own["entropy"]
     assert frame.loc["divided by d_k", "entropy_share"] > 0.98
     # Without M, both read the answer: nearly half of what they look at comes later.
     assert loss["without M"] < loss["as it is"] / 1.5
