@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnprobe.formula import attention, scores, softmax, tiles
+from attnprobe.formula import scores, softmax, tiles
 from attnprobe.masks import MaskRule
+from attnprobe.outputs import attention
 from attnprobe.rounding import arithmetic, gamma, linear
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
