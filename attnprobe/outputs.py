@@ -8,6 +8,8 @@ with the values, to which a column of ones is added. Pure torch, as `attnprobe.f
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,6 +47,25 @@ class Rows:
     seen: Tensor | None = None  # (h or 1, t) bool
 
 
+class _Buffers(threading.local):
+    """Memory that is written over from tile to tile and from call to call: what is new to a process
+    costs as much time as the arithmetic. Nothing that is given out lies in it."""
+
+    def __init__(self) -> None:
+        self.flat: dict[tuple[object, ...], Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+        """A tensor of any content, until the same name is asked for again."""
+        key = (name, dtype, like.device, torch.is_inference_mode_enabled())
+        size = math.prod(shape)
+        if key not in self.flat or self.flat[key].numel() < size:
+            self.flat[key] = torch.empty(size, dtype=dtype, device=like.device)
+        return self.flat[key][:size].view(shape)
+
+
+_buffers = _Buffers()
+
+
 def attention(
     query: Tensor, key: Tensor, value: Tensor, rule: Rule, scaling: float, terms: Terms = PLAIN
 ) -> Tensor:
@@ -80,10 +101,6 @@ def outputs(
     row = 8 * served * keys  # bytes
     rows = min(ROWS, max(1, tile_bytes // row))
     step = max(1, min(groups, tile_bytes // (row * rows)))
-    size = step * served * rows * keys
-    buffers = [query.new_empty(size, dtype=torch.float64)]
-    if rounding is not None:
-        buffers += [query.new_empty(size, dtype=torch.float32) for _ in range(2)]
     for text in range(len(query)):
         for first in range(0, groups, step):
             some = slice(first, min(first + step, groups))
@@ -91,7 +108,7 @@ def outputs(
             operands = (query[text, heads], key[text, some], value[text, some])
             few = _Heads.of(text, heads, *operands, rule, scaling, rounding)
             for start in range(0, query.shape[2], rows):
-                yield few.rows(start, min(start + rows, query.shape[2]), buffers)
+                yield few.rows(start, min(start + rows, query.shape[2]))
 
 
 def _by_weights(
@@ -125,7 +142,7 @@ class _Heads:
     rule: Rule
     query: Tensor  # (H, T, D), scaled
     key: Tensor  # (h, S, D)
-    value: Tensor  # (h, S, Dv + 2 and more): values, 1, |k|, and zeros
+    value: Tensor  # (h, S, Dv + 2 and more): values, 1, |k|, and ones
     value_size: int  # Dv
     bounds: RowBounds | None
 
@@ -142,23 +159,28 @@ class _Heads:
         rounding: Arithmetic | None,
     ) -> _Heads:
         """Of query (H, T, D), key (h, S, D) and value (h, S, Dv) as the model has them."""
-        query, key = (query.double() * scaling).contiguous(), key.double().contiguous()
+        query, key = (
+            _buffers.take(name, one.shape, torch.float64, one).copy_(one)
+            for name, one in (("query", query), ("key", key))
+        )
+        query.mul_(scaling)
         bounds = None if rounding is None else RowBounds.of(key, value, scaling, rounding)
         size = value.shape[-1]
         # Products run faster where rows do not begin a power of two apart.
-        padded = key.new_zeros(*value.shape[:2], (size + 2) // 8 * 8 + 8)
+        shape = (*value.shape[:2], (size + 2) // 8 * 8 + 8)
+        padded = _buffers.take("value", shape, torch.float64, value)
         padded[..., :size] = value
-        padded[..., size] = 1.0
+        padded[..., size:] = 1.0
         if bounds is not None:
-            padded[..., size + 1] = bounds.norms[..., 0]
+            padded[..., size + 1, None] = bounds.norms
         return cls(text, heads, rule, query, key, padded, size, bounds)
 
-    def rows(self, start: int, stop: int, buffers: list[Tensor]) -> Rows:
-        """Rows `start` to `stop`; the buffers are flat, and large enough."""
+    def rows(self, start: int, stop: int) -> Rows:
+        """Rows `start` to `stop`."""
         groups, reach = len(self.key), self.rule.reach(stop)
         q = self.query[:, start:stop].reshape(groups, -1, self.query.shape[-1])  # (h, R, D)
         shape = (*q.shape[:2], reach)
-        exp, *scratch = (one[: shape[0] * shape[1] * reach].view(shape) for one in buffers)
+        exp = _buffers.take("scores", shape, torch.float64, q)
         torch.bmm(q, self.key[:, :reach].mT, out=exp)  # (h, R, K): scores, as yet
         low = None if self.bounds is None else exp.amin(-1, keepdim=True)
         n = self._hide(exp, start, stop)  # (H or 1, t)
@@ -167,7 +189,7 @@ class _Heads:
         if seen is not None:
             top = top.masked_fill(top == -torch.inf, 0.0)
         exp.sub_(top).exp_()
-        product = exp @ self.value[:, :reach]
+        product = torch.bmm(exp, self.value[:, :reach])  # (h, R, Dv + 2 and more)
         total = product[..., self.value_size, None]  # (h, R, 1)
         if seen is not None:
             total = total.masked_fill(total == 0, 1.0)
@@ -179,6 +201,7 @@ class _Heads:
             counts = n.repeat(1, served) if len(n) == 1 else n.reshape(groups, -1)
             norms = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
             largest = torch.maximum(top, -low)
+            scratch = [_buffers.take(name, shape, torch.float32, q) for name in ("weights", "ε")]
             bound = self.bounds.output(
                 *(exp, total, by_norm, output, norms, largest),
                 counts[..., None],

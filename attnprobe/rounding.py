@@ -120,7 +120,7 @@ N = TypeVar("N", float, Tensor)
 
 def gamma(n: N, unit: float) -> N:
     """γ(n) = n·u / (1 - n·u): the most that n roundings of unit u can do, relative."""
-    return n * unit / (1 - n * unit)
+    return n * unit / (1.0 - n * unit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,14 +198,14 @@ def row_error(n: Tensor, r: Arithmetic, *, sinks: bool = False) -> RowError:
     """The error of rows that may attend to `n` keys each, (…, 1) float64."""
     u = r.accumulate + unit_roundoff(torch.float64)
     # Keys that a window or padding hides may shift the blocks' edges by one.
-    rescalings = (n / BLOCK_KEYS).floor() + 1 if r.blocked else torch.zeros_like(n)
-    exponentials = torch.expm1((1 + rescalings) * math.log1p((2 * EXP_ULPS + 1) * u))
-    theta = gamma(n + 2 + sinks, u) * (1 + exponentials) + exponentials
+    rescalings = (n / BLOCK_KEYS).floor() + 1.0 if r.blocked else torch.zeros_like(n)
+    exponentials = torch.expm1((1.0 + rescalings) * math.log1p((2 * EXP_ULPS + 1) * u))
+    theta = gamma(n + (2.0 + sinks), u) * (1.0 + exponentials) + exponentials
     # Products of factors near 1 as sums of logarithms, which keep their digits in float64 as well.
     factor = (
         torch.log1p(theta) - torch.log1p(-theta) + math.log1p(r.storage) + math.log1p(r.operands)
     )
-    summed = torch.expm1(torch.log1p(gamma(n + rescalings + 2, u)) + math.log1p(r.operands))
+    summed = torch.expm1(torch.log1p(gamma(n + rescalings + 2.0, u)) + math.log1p(r.operands))
     return RowError(factor, summed)
 
 

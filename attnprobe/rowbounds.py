@@ -69,16 +69,18 @@ class RowBounds:
     largest: Tensor  # (h, 1, 1) float64: max κ
     shares: Tensor  # (h, 1, S) float32: κ / max κ
     values: Tensor  # (h, S, Dv) float32: |v|
-    largest_values: Tensor  # (h, 1, Dv) float64: max |v|
+    largest_values: Tensor  # (h, 1, Dv) float64: max |v|, number by number
+    largest_value: Tensor  # (h, 1, 1) float64: the largest of these
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, scaling: float, rounding: Arithmetic) -> RowBounds:
         """Of keys (h, S, D), float64, and values (h, S, Dv), float32 or a lower dtype."""
         norms = torch.linalg.vector_norm(key, dim=-1, keepdim=True)
         largest = norms.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-        shares, values = (norms / largest).float().mT, value.abs().float()
+        shares, values = (norms / largest).float().mT, value.float().contiguous().abs()
         most = values.amax(1, keepdim=True).double()
-        return cls(rounding, abs(scaling), key.shape[-1], norms, largest, shares, values, most)
+        facts = (rounding, abs(scaling), key.shape[-1])
+        return cls(*facts, norms, largest, shares, values, most, most.amax(-1, keepdim=True))
 
     def output(
         self,
@@ -110,19 +112,27 @@ class RowBounds:
         of_row = row_error(n, r)
         moved = convex * (alpha * by_norm / total + beta)  # Jensen's sum
         rho = torch.log1p(moved) + of_row.softmax
-        more = 1 + of_row.summed
-        a = (torch.expm1(rho) + rho.exp() * convex * beta) * more + of_row.summed
-        b = rho.exp() * convex * alpha * more * self.largest
+        more = 1.0 + of_row.summed
+        factor = rho.exp() * convex * more
+        a = torch.expm1(rho) * more + factor * beta + of_row.summed
+        b = factor * alpha * self.largest
         d = a + b
 
-        error = self._weighed(exp, a / d, b / d, scratch) / total
-        lost = keys * _TINY * (3 * self.largest_values + 2)
-        error = (error * (1 + gamma(keys + 16, 2 * _UNIT)) + lost) * d
-        # Σ|v| over the keys a row may attend to, of which there are n among the first K.
-        sums = self.values[:, :keys].sum(1, keepdim=True).double() * (1 + gamma(keys, 2 * _UNIT))
-        error = error + r.tiny * more * torch.minimum(sums, n * self.largest_values)
-        error = error + 2 * (n + 1) * r.tiny_accumulate
-        return error + r.storage * (output.abs() + error) + r.tiny
+        # All further terms are numbers of a row, in which a head's largest |v| stands for each.
+        lost = float(keys) * _TINY * (3.0 * self.largest_value + 2.0) * d
+        lost = lost + 2.0 * (n + 1.0) * r.tiny_accumulate
+        stored = 1.0 + r.storage
+        if r.tiny <= _TINY:
+            lost = lost + r.tiny * more * n * self.largest_value
+        error = self._weighed(exp, a / d, b / d, scratch)
+        error.mul_(d / total * (stored * (1.0 + gamma(keys + 16, 2 * _UNIT))))
+        error.add_(lost * stored + r.tiny).add_(output.abs(), alpha=r.storage)
+        if r.tiny > _TINY:  # float16's is not so small that it could be taken for all alike
+            # Σ|v| over the n keys that a row may attend to, of the first K.
+            sums = self.values[:, :keys].sum(1, keepdim=True).double()
+            sums = sums * (1.0 + gamma(keys, 2 * _UNIT))
+            error.addcmul_(more * (r.tiny * stored), torch.minimum(sums, n * self.largest_values))
+        return error
 
     def _score_error(self, query_norms: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
         """α and β: ε_j ≤ α·κ_j + β, (h, R, 1) each."""
@@ -132,10 +142,10 @@ class RowBounds:
         flushed = r.tiny_accumulate * root
         stored, unit = gamma(2, r.scores), gamma(3, u)
         product = gamma(self.head_size + 8, u) + 2 * r.operands + r.operands**2
-        alpha = (1 + stored) * (product * query_norms + self.scaling * flushed)
-        beta = (1 + stored) * flushed * (query_norms + 2 * root * self.scaling) + stored * largest
+        alpha = (1.0 + stored) * (product * query_norms + self.scaling * flushed)
+        beta = (1.0 + stored) * flushed * (query_norms + 2.0 * root * self.scaling) + stored * largest
         subtracted = largest + alpha * self.largest + beta  # the largest |s| and its error
-        return alpha * (1 + unit), beta * (1 + unit) + unit * (largest + subtracted)
+        return alpha * (1.0 + unit), beta * (1.0 + unit) + unit * (largest + subtracted)
 
     def _weighed(self, exp: Tensor, a: Tensor, b: Tensor, scratch: tuple[Tensor, Tensor]) -> Tensor:
         """Σ_j exp_j·(a + b·κ_j/max κ)·|v_j|, computed in float32, as float64: (h, R, Dv)."""

@@ -144,6 +144,7 @@ def test_the_formula_knows_nothing_of_transformers(module):
         "dataclasses",
         "functools",
         "math",
+        "threading",
         "torch",
         "typing",
     }

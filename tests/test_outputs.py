@@ -160,9 +160,10 @@ def test_no_scores_beyond_the_diagonal_are_computed(monkeypatch):
     bmm = torch.bmm
 
     def counted(left, right, **more):
-        seen.append(left.shape[0] * left.shape[1] * right.shape[2])
+        if "out" in more:  # the scores
+            seen.append(left.shape[0] * left.shape[1] * right.shape[2])
         return bmm(left, right, **more)
 
     monkeypatch.setattr(module.torch, "bmm", counted)
     attention(*given, rule, SCALING)
-    assert sum(seen) < 0.62 * BATCH * HEADS * 300 * 300
+    assert 0.5 < sum(seen) / (BATCH * HEADS * 300 * 300) < 0.62
