@@ -107,13 +107,14 @@ def tiles(
     """
     batch, heads, queries, _ = query.shape
     begin, end, _ = (rows or slice(None)).indices(queries)
-    query, key, value = query.double(), key.double(), value.double()
+    query = query[:, :, begin:end].double()
+    key, value = key.double(), value.double()
     step = max(1, tile_bytes // (8 * batch * heads * key.shape[-2]))
     for start in range(begin, end, step):
         stop = min(start + step, end)
         allowed = rule.allowed(start, stop, device=query.device)  # (B, 1, t, K)
         reach = allowed.shape[-1]
-        q, k, v = query[:, :, start:stop], key[:, :, :reach], value[:, :, :reach]
+        q, k, v = query[:, :, start - begin : stop - begin], key[:, :, :reach], value[:, :, :reach]
         bias = terms.bias_of(start, stop, reach)
         s = capped(scores(q, k, scaling), terms)  # (B, H, t, K)
         masked = (s if bias is None else s + bias).masked_fill(~allowed, -torch.inf)

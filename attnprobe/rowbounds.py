@@ -143,7 +143,9 @@ class RowBounds:
         stored, unit = gamma(2, r.scores), gamma(3, u)
         product = gamma(self.head_size + 8, u) + 2 * r.operands + r.operands**2
         alpha = (1.0 + stored) * (product * query_norms + self.scaling * flushed)
-        beta = (1.0 + stored) * flushed * (query_norms + 2.0 * root * self.scaling) + stored * largest
+        beta = (1.0 + stored) * flushed * (
+            query_norms + 2.0 * root * self.scaling
+        ) + stored * largest
         subtracted = largest + alpha * self.largest + beta  # the largest |s| and its error
         return alpha * (1.0 + unit), beta * (1.0 + unit) + unit * (largest + subtracted)
 

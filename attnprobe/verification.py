@@ -30,7 +30,7 @@ UNRELATED = 3.0
 """Outputs that have nothing to do with each other surely differ, somewhere in the vocabulary, by
 this many of their standard deviations."""
 
-TOKENS_AT_ONCE = 64
+TOKENS_AT_ONCE = 8
 """How many tokens' logits are compared in float64 at a time."""
 
 Progress = Callable[[str, int, int], None]
