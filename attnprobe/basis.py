@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from attnprobe.biases import Bias
-from attnprobe.formula import Tile, attention, tiles
+from attnprobe.formula import Tile, tiles
 from attnprobe.masks import MASKED_BELOW, GivenMask, MaskRule, Rule, disagreement
+from attnprobe.outputs import Rows, attention, outputs
 from attnprobe.records import AttentionCall
 from attnprobe.terms import Terms
 
@@ -118,6 +119,8 @@ class Basis:
         """Where M, what is hidden or the bias, differs from the rebuilt one; empty if nowhere."""
         rule, used = self.call.expected_mask, self._used
         assert rule is not None
+        if rule.same_as(used):
+            return self._bias_difference
         biased = self.call.expected_terms.bias is not None  # what is added is compared by itself
         different, first = 0, ""
         for start, stop in row_blocks(self.call):
@@ -207,25 +210,26 @@ class Basis:
         sinks = self.call.terms.sinks if self._sinks_of_its_own else terms.sinks
         return replace(terms, bias=self.added if agrees else terms.bias, sinks=sinks)
 
-    def tiles(self) -> Iterator[Tile]:
-        """The formula computed again, with bounds, in tiles."""
+    @property
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor, Rule, float, Terms]:
         call = self.call
-        return tiles(
-            *(call.query, call.key, call.value, self.rule, call.expected_scaling, self.terms),
-            rounding=call.rounding,
-        )
+        return (call.query, call.key, call.value, self.rule, call.expected_scaling, self.terms)
+
+    def tiles(self, rows: slice | None = None) -> Iterator[Tile]:
+        """The formula computed again, with bounds, in tiles; of a stretch of rows, or of all."""
+        return tiles(*self._operands, rounding=self.call.rounding, rows=rows)
+
+    def outputs(self) -> Iterator[Rows]:
+        """As `tiles`, but the output and its bound alone, which is faster."""
+        return outputs(*self._operands, rounding=self.call.rounding)
 
     def weights(self) -> Iterator[Tile]:
         """As `tiles`, without bounds."""
-        call = self.call
-        return tiles(call.query, call.key, call.value, self.rule, call.expected_scaling, self.terms)
+        return tiles(*self._operands)
 
     def output(self) -> Tensor:
         """The heads' output by the formula, (B, T, H, Dv) float64."""
-        call = self.call
-        return attention(
-            call.query, call.key, call.value, self.rule, call.expected_scaling, self.terms
-        )
+        return attention(*self._operands)
 
 
 def row_blocks(call: AttentionCall, rows: int = 256) -> Iterator[tuple[int, int]]:

@@ -22,6 +22,8 @@ from attnprobe.report import Row
 
 _AWAY = "the layer's weights are offloaded between forwards, so there is nothing to compare with"
 
+_ALL = slice(None)
+
 _EMPTY = "{} in {} may round these scores so far that the output could be any of the values'"
 
 
@@ -82,7 +84,13 @@ def _weights(call: AttentionCall) -> list[Row]:
     if _before_sinks(call):
         reason = "the model returns its weights as they are before its sinks take their share"
         return [Row("weights", call.layer, None, reason=reason)]
-    return _compare_tiles("weights", call)
+    basis = basis_of(call)
+    if basis.unheld:
+        return [Row("weights", call.layer, None, reason=basis.unheld)]
+    worst = _Worst(call.heads, call.query.device)
+    for tile in basis.tiles():
+        _compare_weights(call, tile, worst)
+    return worst.rows("weights", call, basis.difference)
 
 
 def _before_sinks(call: AttentionCall) -> bool:
@@ -101,26 +109,20 @@ def _before_sinks(call: AttentionCall) -> bool:
 
 def _output(call: AttentionCall) -> list[Row]:
     """weights · V against what the kernel returned; a row per head."""
-    return _compare_tiles("output", call)
-
-
-def _compare_tiles(check: str, call: AttentionCall) -> list[Row]:
     basis = basis_of(call)
     if basis.unheld:
-        return [Row(check, call.layer, None, reason=basis.unheld)]
-    worst = _Worst(call.heads, call.query.device)
-    largest = _largest_error(call)
-    for tile in basis.tiles():
-        seen = tile.seen[..., None]  # (B, 1, t, 1)
-        if check == "output":
-            assert call.head_output_model is not None
-            assert tile.output_bound is not None
-            got = call.head_output_model[:, tile.start : tile.stop].transpose(1, 2)
-            worst.update((got.double() - tile.output).abs(), tile.output_bound, seen)
-            worst.count_empty(tile.output_bound >= largest, seen)
-        else:
-            _compare_weights(call, tile, worst)
-    return worst.rows(check, call, basis.difference)
+        return [Row("output", call.layer, None, reason=basis.unheld)]
+    assert call.head_output_model is not None
+    worst, largest = _Worst(call.heads, call.query.device), _largest_error(call)
+    for rows in basis.outputs():
+        assert rows.bound is not None
+        seen = None if rows.seen is None else rows.seen[None, ..., None]  # (1, h or 1, t, 1)
+        got = call.head_output_model[rows.text, rows.start : rows.stop, rows.heads]
+        error = (got.transpose(0, 1) - rows.output).abs_()  # (h, t, Dv)
+        worst.update(error[None], rows.bound[None], seen, rows.heads)
+        empty = rows.bound >= largest[rows.text, rows.heads]
+        worst.count_empty(empty[None], seen, rows.heads)
+    return worst.rows("output", call, basis.difference)
 
 
 def _compare_weights(call: AttentionCall, tile: Tile, worst: _Worst) -> None:
@@ -159,6 +161,11 @@ def _merge(call: AttentionCall) -> list[Row]:
     return _settled(rows, call)
 
 
+def _by_head(x: Tensor) -> Tensor:
+    """(B, H, …) -> (H, …), flat."""
+    return x.transpose(0, 1).flatten(1)
+
+
 class _Worst:
     """For each head, the number that stands worst against its bound so far."""
 
@@ -169,25 +176,31 @@ class _Worst:
         self.empty = torch.zeros_like(self.ratio)  # numbers whose bound says nothing
         self.count = torch.zeros_like(self.ratio)
 
-    def update(self, error: Tensor, bound: Tensor, seen: Tensor | None = None) -> None:
-        """Take in (B, H, …) errors and their bounds, but for rows where `seen` is False."""
-        ratio = torch.where(error == 0, 0.0, error / bound).nan_to_num(nan=math.inf)
+    def update(
+        self, error: Tensor, bound: Tensor, seen: Tensor | None = None, heads: slice = _ALL
+    ) -> None:
+        """Take in (B, h, …) errors and their bounds, but for rows where `seen` is False."""
+        ratio = error / bound
         if seen is not None:
-            ratio = ratio.masked_fill(~seen, -1.0)
-        by_head = [x.transpose(0, 1).flatten(1) for x in (ratio, error, bound)]  # (H, …)
-        at = by_head[0].argmax(-1, keepdim=True)
-        here = [x.gather(-1, at).squeeze(-1) for x in by_head]
-        better = here[0] > self.ratio
-        self.ratio, self.error, self.bound = (
-            torch.where(better, new, old)
-            for new, old in zip(here, (self.ratio, self.error, self.bound), strict=True)
-        )
+            ratio.masked_fill_(~seen, -1.0)
+        top, at = _by_head(ratio).max(-1)  # (h,)
+        if top.isnan().any():  # 0/0 is no error; any other NaN is the worst
+            ratio = torch.where(error == 0, ratio.nan_to_num(0.0), ratio.nan_to_num(math.inf))
+            top, at = _by_head(ratio).max(-1)
+        better = top > self.ratio[heads]
+        if better.any():
+            here = [top, *(_by_head(x).gather(-1, at[:, None])[:, 0] for x in (error, bound))]
+            for new, kept in zip(here, (self.ratio, self.error, self.bound), strict=True):
+                kept[heads] = torch.where(better, new, kept[heads])
 
-    def count_empty(self, empty: Tensor, seen: Tensor) -> None:
-        """Take in where, in (B, H, …) numbers, the bound is too wide to say anything."""
-        here = (empty & seen).transpose(0, 1).flatten(1)
-        self.empty += here.sum(-1)
-        self.count += seen.expand_as(empty).transpose(0, 1).flatten(1).sum(-1)
+    def count_empty(self, empty: Tensor, seen: Tensor | None, heads: slice = _ALL) -> None:
+        """Take in where, in (B, h, …) numbers, the bound is too wide to say anything."""
+        if seen is None:
+            self.count[heads] += empty[:, 0].numel()
+        else:
+            empty = empty & seen
+            self.count[heads] += _by_head(seen.expand_as(empty)).sum(-1)
+        self.empty[heads] += _by_head(empty).sum(-1)
 
     def rows(self, check: str, call: AttentionCall, reason: str = "") -> list[Row]:
         """A row per head; an error that is not a number counts as infinite.

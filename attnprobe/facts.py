@@ -267,6 +267,8 @@ def mask_rule(
         if not _fits(padding, batch, gone + keys):
             return None
         padding = padding[:, gone : gone + keys].bool()
+        if padding.all():
+            padding = None  # of which no mask need be made
     if kind == "cross":
         return MaskRule(queries, keys, causal=False, padding=padding)
     causal = is_causal(config, module)

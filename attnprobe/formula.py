@@ -74,22 +74,6 @@ def capped(scores: Tensor, terms: Terms) -> Tensor:
     return scores if terms.softcap is None else terms.softcap * torch.tanh(scores / terms.softcap)
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rule: Allowing,
-    scaling: float,
-    terms: Terms = PLAIN,
-) -> Tensor:
-    """softmax(QKᵀ·scaling + M)V in float64, (B, T, H, Dv): heads last, as kernels return it."""
-    batch, heads, queries, _ = query.shape
-    output = query.new_empty(batch, queries, heads, value.shape[-1], dtype=torch.float64)
-    for tile in tiles(query, key, value, rule, scaling, terms):
-        output[:, tile.start : tile.stop] = tile.output.transpose(1, 2)
-    return output
-
-
 def tiles(
     query: Tensor,
     key: Tensor,
@@ -100,6 +84,7 @@ def tiles(
     *,
     rounding: Arithmetic | None = None,
     weigh: Weigh | None = None,
+    rows: slice | None = None,
     tile_bytes: int = TILE_BYTES,
 ) -> Iterator[Tile]:
     """Compute one attention call a tile of query rows at a time; past the diagonal, nothing.
@@ -114,19 +99,22 @@ def tiles(
         rounding: a kernel's arithmetic; given, every tile carries bounds on that kernel's error.
         weigh: what makes weights of the scores in softmax's place, for who changes the formula; the
             bounds are softmax's.
+        rows: which query rows, a stretch; all of them by default.
         tile_bytes: the size of a float64 tile of scores to aim at.
 
     Yields:
-        The tiles from the first row to the last.
+        The tiles from the first row to the last. No two share memory.
     """
     batch, heads, queries, _ = query.shape
-    query, key, value = query.double(), key.double(), value.double()
-    rows = max(1, tile_bytes // (8 * batch * heads * key.shape[-2]))
-    for start in range(0, queries, rows):
-        stop = min(start + rows, queries)
+    begin, end, _ = (rows or slice(None)).indices(queries)
+    query = query[:, :, begin:end].double()
+    key, value = key.double(), value.double()
+    step = max(1, tile_bytes // (8 * batch * heads * key.shape[-2]))
+    for start in range(begin, end, step):
+        stop = min(start + step, end)
         allowed = rule.allowed(start, stop, device=query.device)  # (B, 1, t, K)
         reach = allowed.shape[-1]
-        q, k, v = query[:, :, start:stop], key[:, :, :reach], value[:, :, :reach]
+        q, k, v = query[:, :, start - begin : stop - begin], key[:, :, :reach], value[:, :, :reach]
         bias = terms.bias_of(start, stop, reach)
         s = capped(scores(q, k, scaling), terms)  # (B, H, t, K)
         masked = (s if bias is None else s + bias).masked_fill(~allowed, -torch.inf)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnprobe.errors import InputError
 from attnprobe.projections import value_norms
-from attnprobe.recompute import Attention, Which, chosen, to_words
+from attnprobe.recompute import Attention, Which, chosen, to_key_words, to_words
 from attnprobe.records import AttentionCall, Capture, captured, whole
 from attnprobe.words import Words
 
@@ -69,7 +69,8 @@ def attended(
     """
     words = captured(cap).words_of(text)
     queries = _positions(words, word, nth)
-    matrix = _combined(cap, layer, head, how, weigh, text)  # (N, N)
+    only = queries[0] if word is not None and how != "rollout" else None
+    matrix = _combined(cap, layer, head, how, weigh, text, only)  # (N, N), or (1, N)
     name = _NAMES[weigh]
     first = words.word_of[0]
     if skip_first:
@@ -82,7 +83,7 @@ def attended(
     for at in queries:
         seen = range(at + 1) if cap.causal else range(len(words.words))
         keys = [key for key in seen if not (skip_first and key == first)]
-        groups.append(([at] * len(keys), keys, weights[at, keys]))
+        groups.append(([at] * len(keys), keys, weights[at if only is None else 0, keys]))
     return _strongest(words, name, top, groups)
 
 
@@ -142,8 +143,17 @@ def position(words: Words, word: str | int, nth: int = 0) -> int:
     return found[nth]
 
 
-def _combined(cap: Capture, layer: Which, head: Which, how: How, weigh: Weigh, text: int) -> Tensor:
-    """One matrix over words, (N, N), from those of the chosen layers and heads."""
+def _combined(
+    cap: Capture,
+    layer: Which,
+    head: Which,
+    how: How,
+    weigh: Weigh,
+    text: int,
+    only: int | None = None,
+) -> Tensor:
+    """One matrix over words, (N, N), from those of the chosen layers and heads; of one word's row
+    alone, (1, N), no other is computed."""
     if how not in ("mean", "max", "rollout"):
         raise InputError(f"how must be 'mean', 'max' or 'rollout', got {how!r}")
     if weigh not in _NAMES:
@@ -159,7 +169,13 @@ def _combined(cap: Capture, layer: Which, head: Which, how: How, weigh: Weigh, t
         return to_words(_rollout(cap, layers[-1], heads, text), words)
     total: Tensor | None = None
     for one in layers:
-        by_head = to_words(_weighed(cap, one, heads, weigh, text), words)  # (h, N, N)
+        if only is None:
+            by_head = to_words(_weighed(cap, one, heads, weigh, text), words)  # (h, N, N)
+        else:
+            tokens = words.words[only].tokens
+            rows = slice(tokens[0], tokens[-1] + 1)
+            by_token = _weighed(cap, one, heads, weigh, text, rows)  # (h, t, T)
+            by_head = to_key_words(by_token, words).mean(1, keepdim=True)  # (h, 1, N)
         layers_own = by_head.amax(0) if how == "max" else by_head.mean(0) / len(layers)
         if total is None:
             total = layers_own
@@ -169,9 +185,16 @@ def _combined(cap: Capture, layer: Which, head: Which, how: How, weigh: Weigh, t
     return total
 
 
-def _weighed(cap: Capture, layer: int, heads: list[int], weigh: Weigh, text: int) -> Tensor:
-    """The weights of some heads, or the shares of what they bring, (h, T, T)."""
-    attention = Attention.of(cap, layer, heads, text)
+def _weighed(
+    cap: Capture,
+    layer: int,
+    heads: list[int],
+    weigh: Weigh,
+    text: int,
+    rows: slice = slice(None),
+) -> Tensor:
+    """The weights of some heads, or the shares of what they bring, (h, T, T) or fewer rows."""
+    attention = Attention.of(cap, layer, heads, text, only=rows)
     if weigh == "weight":
         return attention.weights
     shares = value_shares(cap.call(layer), heads, attention)

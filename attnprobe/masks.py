@@ -42,6 +42,23 @@ class Rule(Allowing, Protocol):
     def keys(self) -> int:
         """S, the number of keys."""
 
+    def allowed(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        keys: int | None = None,
+        first: int = 0,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """See `MaskRule.allowed`."""
+
+    def reach(self, stop: int) -> int:
+        """See `MaskRule.reach`."""
+
+    def open_to(self, start: int) -> int:
+        """See `MaskRule.open_to`."""
+
     def within(self, text: int, heads: Sequence[int], rows: slice, keys: slice) -> Rule:
         """The rule of some heads among one text's own tokens: stretches of queries and keys."""
 
@@ -80,6 +97,22 @@ class MaskRule:
         """How many keys, from the first, the queries before `stop` can see at most."""
         return min(self.keys, self.offset + stop) if self.causal else self.keys
 
+    def open_to(self, start: int) -> int:
+        """How many keys, from the first, every query from `start` on may attend to for sure: of
+        these no mask need be made."""
+        if self.padding is not None or (self.window, self.ahead, self.chunk) != (None, None, None):
+            return 0
+        return max(self.reach(start + 1), 0)
+
+    def same_as(self, other: object) -> bool:
+        """Whether another rule is this one, fact by fact: then no entry need be compared."""
+        if not isinstance(other, MaskRule):
+            return False
+        mine, others = (replace(one, padding=None) for one in (self, other))
+        if self.padding is None or other.padding is None:
+            return vars(mine) == vars(others) and self.padding is other.padding
+        return vars(mine) == vars(others) and torch.equal(self.padding, other.padding)
+
     def within(self, text: int, heads: Sequence[int], rows: slice, keys: slice) -> MaskRule:
         """The same rule among one text's own tokens, when padding and cache are left out."""
         queries, seen = rows.stop - rows.start, keys.stop - keys.start
@@ -91,20 +124,22 @@ class MaskRule:
         stop: int | None = None,
         *,
         keys: int | None = None,
+        first: int = 0,
         device: torch.device | None = None,
     ) -> Tensor:
         """Rows `start` to `stop` of the mask, over the first `keys` keys: by default, those that
-        the rows can reach.
+        the rows can reach; without those before `first`.
 
         Returns:
-            (B or 1, 1, stop - start, keys) bool, True where a query may attend.
+            (B or 1, 1, stop - start, keys - first) bool, True where a query may attend.
         """
         stop = self.queries if stop is None else stop
         keys = self.reach(stop) if keys is None else keys
         device = self.padding.device if self.padding is not None else device
-        key_pos = torch.arange(keys, device=device)
+        key_pos = torch.arange(first, keys, device=device)
         query_pos = torch.arange(start, stop, device=device)[:, None] + self.offset
-        allowed = torch.ones(stop - start, keys, dtype=torch.bool, device=key_pos.device)  # (t, K)
+        shape = (stop - start, keys - first)
+        allowed = torch.ones(shape, dtype=torch.bool, device=key_pos.device)  # (t, K)
         if self.causal:
             allowed &= key_pos <= query_pos
         if self.window is not None:
@@ -113,15 +148,15 @@ class MaskRule:
             allowed &= key_pos <= query_pos + self.ahead
         by_text = allowed[None, None]  # (1, 1, t, K)
         if self.chunk is not None:
-            first = self._first_tokens(key_pos.device)  # (B or 1, 1, 1, 1)
+            begin = self._first_tokens(key_pos.device)  # (B or 1, 1, 1, 1)
             key_chunk, query_chunk = (
-                (key_pos - first) // self.chunk,
-                (query_pos - first) // self.chunk,
+                (key_pos - begin) // self.chunk,
+                (query_pos - begin) // self.chunk,
             )
             by_text = by_text & (key_chunk == query_chunk)
         if self.padding is None:
             return by_text
-        return by_text & self.padding[:, None, None, :keys]  # (B, 1, t, K)
+        return by_text & self.padding[:, None, None, first:keys]  # (B, 1, t, K)
 
     def _first_tokens(self, device: torch.device) -> Tensor:
         """Where each text's first token stands, (B or 1, 1, 1, 1)."""
@@ -153,17 +188,27 @@ class GivenMask:
         stop: int | None = None,
         *,
         keys: int | None = None,
+        first: int = 0,
         device: torch.device | None = None,
     ) -> Tensor:
-        """As `MaskRule.allowed`, (B or 1, H or 1, stop - start, keys): by default over all keys."""
+        """As `MaskRule.allowed`, (B or 1, H or 1, stop - start, keys - first): by default over all
+        keys."""
         stop = self.queries if stop is None else stop
         rows = self.mask if self.mask.shape[-2] == 1 else self.mask[:, :, start:stop]
-        shown = rows[..., :keys].expand(-1, -1, stop - start, -1)
+        shown = rows[..., first:keys].expand(-1, -1, stop - start, -1)
         return shown if shown.dtype == torch.bool else shown > MASKED_BELOW
 
     def within(self, text: int, heads: Sequence[int], rows: slice, keys: slice) -> GivenMask:
         """The mask of some heads among one text's own tokens: stretches of queries and keys."""
         return GivenMask(part(self.mask, text, heads, rows, keys), rows.stop - rows.start)
+
+    def reach(self, stop: int) -> int:
+        """As `MaskRule.reach`: any of the keys."""
+        return self.keys
+
+    def open_to(self, start: int) -> int:
+        """As `MaskRule.open_to`: of a mask that was given, nothing is sure."""
+        return 0
 
     @property
     def bias(self) -> Tensor | None:

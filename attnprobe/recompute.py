@@ -63,13 +63,17 @@ def to_words(by_token: Tensor, words: Words, key_words: Words | None = None) -> 
     4.1): so rows still sum to 1. A word's weight on itself holds what its later tokens put on its
     earlier ones; what stands after the word stays exactly 0 in a causal model.
     """
-    key_words = key_words or words
-    of, key_of = (torch.tensor(read.word_of, device=by_token.device) for read in (words, key_words))
-    count, keys = len(words.words), len(key_words.words)
-    lead, tokens = by_token.shape[:-2], by_token.shape[-2]
-    by_key = by_token.new_zeros(*lead, tokens, keys).index_add_(-1, key_of, by_token)
+    by_key = to_key_words(by_token, key_words or words)  # (…, T, M)
+    of = torch.tensor(words.word_of, device=by_token.device)
+    count, lead, keys = len(words.words), by_token.shape[:-2], by_key.shape[-1]
     by_both = by_token.new_zeros(*lead, count, keys).index_add_(-2, of, by_key)
     return by_both / torch.bincount(of, minlength=count)[:, None]
+
+
+def to_key_words(by_token: Tensor, words: Words) -> Tensor:
+    """From key tokens to key words alone, by the sum: (…, S) -> (…, M)."""
+    of = torch.tensor(words.word_of, device=by_token.device)
+    return by_token.new_zeros(*by_token.shape[:-1], len(words.words)).index_add_(-1, of, by_token)
 
 
 def chosen(which: Which, count: int, what: str) -> list[int]:
@@ -96,9 +100,8 @@ class Attention:
     """Scores and weights of some heads of one layer among one text's own tokens, all float64.
 
     Attributes:
-        query, key, value: (h, T, D or Dv): key and value of the head that serves each query head.
-        allowed: (T, T) bool, where a query may attend.
-        weights: (h, T, T); in cross attention, as the others, (h, T, S).
+        weights: (h, T, T), or, where only some rows were asked for, (h, t, T); in cross attention,
+            as the others, (h, T, S).
         words: how the text is read.
         key_words: how what it attends to is read: the text itself, but in cross attention.
     """
@@ -113,15 +116,41 @@ class Attention:
         terms: Terms,
         words: Words,
         key_words: Words,
+        rows: slice = slice(None),
     ) -> None:
-        self.key_words = key_words
-        self.query, self.key, self.value = query.double(), key.double(), value.double()
+        """Of query (h, T, D), and key and value (g, S, D or Dv), of which each serves h/g heads."""
+        self._operands, self._rule, self.key_words = (query, key, value), rule, key_words
         self.scaling, self.terms, self.words = scaling, terms, words
-        by_head = rule.allowed(keys=rule.keys, device=query.device)[0]  # (h or 1, T, T)
-        self.allowed = by_head.any(0)
-        self.weights = self.query.new_zeros(*query.shape[:2], rule.keys)
-        for tile in tiles(query[None], key[None], value[None], rule, scaling, terms):
-            self.weights[:, tile.start : tile.stop, : tile.weights.shape[-1]] = tile.weights[0]
+        first, last, _ = rows.indices(query.shape[1])
+        self.weights = query.new_zeros(len(query), last - first, rule.keys, dtype=torch.float64)
+        operands = (query[None], key[None], value[None])
+        for tile in tiles(*operands, rule, scaling, terms, rows=rows):
+            here = slice(tile.start - first, tile.stop - first)
+            self.weights[:, here, : tile.weights.shape[-1]] = tile.weights[0]
+
+    @cached_property
+    def query(self) -> Tensor:
+        """(h, T, D)."""
+        return self._operands[0].double()
+
+    @cached_property
+    def key(self) -> Tensor:
+        """Of the key head that serves each query head, (h, T, D)."""
+        return self._by_head(self._operands[1])
+
+    @cached_property
+    def value(self) -> Tensor:
+        """Of the key head that serves each query head, (h, T, Dv)."""
+        return self._by_head(self._operands[2])
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.double().repeat_interleave(len(self._operands[0]) // len(x), 0)
+
+    @cached_property
+    def allowed(self) -> Tensor:
+        """Where a query may attend, (T, T) bool."""
+        device = self._operands[0].device
+        return self._rule.allowed(keys=self._rule.keys, device=device)[0].any(0)
 
     @cached_property
     def raw(self) -> Tensor:
@@ -167,7 +196,14 @@ class Attention:
 
     @classmethod
     def of(
-        cls, cap: Capture, layer: int, heads: Sequence[int], text: int, *, cross: bool = False
+        cls,
+        cap: Capture,
+        layer: int,
+        heads: Sequence[int],
+        text: int,
+        *,
+        cross: bool = False,
+        only: slice = slice(None),
     ) -> Attention:
         """Some heads of one layer of a capture, over one text.
 
@@ -176,6 +212,7 @@ class Attention:
             layer, heads: from 0.
             text: which text of a batch.
             cross: whether who asks can show cross attention, whose keys are another text's.
+            only: of which of the text's tokens, a stretch, the weights are asked for.
 
         Raises:
             InputError: layer or text out of range; the model does not compute the formula there;
@@ -198,7 +235,9 @@ class Attention:
             )
         # Padding is at either end: a text's tokens are one stretch, and its diagonal stays one.
         rows, keys = (slice(int(some[0]), int(some[-1]) + 1) for some in (at, keys_at))
-        key_heads = key_heads_of(call, heads)
+        key_heads: list[int] | slice = slice(None)  # of all heads, none need be taken several times
+        if list(heads) != list(range(call.heads)):
+            key_heads = key_heads_of(call, heads)
         return cls(
             call.query[text, list(heads), rows],
             call.key[text, key_heads, keys],
@@ -208,6 +247,7 @@ class Attention:
             basis.terms.within(text, heads, rows, keys),
             cap.words_of(text),
             cap.key_words_of(text),
+            only,
         )
 
 

@@ -120,7 +120,7 @@ N = TypeVar("N", float, Tensor)
 
 def gamma(n: N, unit: float) -> N:
     """γ(n) = n·u / (1 - n·u): the most that n roundings of unit u can do, relative."""
-    return n * unit / (1 - n * unit)
+    return n * unit / (1.0 - n * unit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,31 +180,48 @@ def _product_error(q: Tensor, k: Tensor, scaling: float, r: Arithmetic) -> Tenso
     return error
 
 
+@dataclass(frozen=True, eq=False)
+class RowError:
+    """What rounding does to a whole row, by steps 2 to 4 of the module's docstring.
+
+    Attributes:
+        softmax: the logarithm of the factor by which each weight may be off though the scores are
+            right, (…, 1).
+        summed: the relative error of the sum of the row's products, (…, 1).
+    """
+
+    softmax: Tensor
+    summed: Tensor
+
+
+def row_error(n: Tensor, r: Arithmetic, *, sinks: bool = False) -> RowError:
+    """The error of rows that may attend to `n` keys each, (…, 1) float64."""
+    u = r.accumulate + unit_roundoff(torch.float64)
+    # Keys that a window or padding hides may shift the blocks' edges by one.
+    rescalings = (n / BLOCK_KEYS).floor() + 1.0 if r.blocked else torch.zeros_like(n)
+    exponentials = torch.expm1((1.0 + rescalings) * math.log1p((2 * EXP_ULPS + 1) * u))
+    theta = gamma(n + (2.0 + sinks), u) * (1.0 + exponentials) + exponentials
+    # Products of factors near 1 as sums of logarithms, which keep their digits in float64 as well.
+    factor = (
+        torch.log1p(theta) - torch.log1p(-theta) + math.log1p(r.storage) + math.log1p(r.operands)
+    )
+    summed = torch.expm1(torch.log1p(gamma(n + rescalings + 2.0, u)) + math.log1p(r.operands))
+    return RowError(factor, summed)
+
+
 def bounds(
     eps: ScoreError, w: Tensor, o: Tensor, v: Tensor, allowed: Tensor, r: Arithmetic
 ) -> tuple[Tensor, Tensor]:
     """Steps 2 to 4 of the module's docstring: the bounds of a tile's weights and output."""
-    u = r.accumulate + unit_roundoff(torch.float64)
     n = allowed.sum(-1, keepdim=True).double()  # (B, 1, t, 1): keys a row may attend to
-    # Keys that a window or padding hides may shift the blocks' edges by one.
-    rescalings = (n / BLOCK_KEYS).floor() + 1 if r.blocked else torch.zeros_like(n)
-    exponentials = torch.expm1((1 + rescalings) * math.log1p((2 * EXP_ULPS + 1) * u))
-    summands = n + 2 + (eps.sinks is not None)
-    theta = gamma(summands, u) * (1 + exponentials) + exponentials  # (B, 1, t, 1)
+    of_row = row_error(n, r, sinks=eps.sinks is not None)
     moved = (w * torch.expm1(eps.scores)).sum(-1, keepdim=True)
     if eps.sinks is not None:
         moved = moved + (1 - w.sum(-1, keepdim=True)).clamp(min=0.0) * torch.expm1(eps.sinks)
-    # Products of factors near 1 as sums of logarithms, which keep their digits in float64 as well.
-    row = (
-        torch.log1p(moved)
-        + torch.log1p(theta)
-        - torch.log1p(-theta)
-        + math.log1p(r.storage)
-        + math.log1p(r.operands)
-    )  # (B, H, t, 1)
+    row = torch.log1p(moved) + of_row.softmax  # (B, H, t, 1)
     weights_bound = w * torch.expm1(eps.scores + row) + r.tiny * allowed  # (B, H, t, K)
 
-    summed = torch.expm1(torch.log1p(gamma(n + rescalings + 2, u)) + math.log1p(r.operands))
+    summed = of_row.summed
     error = by_key_head(weights_bound * (1 + summed) + w * summed, v.abs())  # (B, H, t, Dv)
     error = error + 2 * (n + 1) * r.tiny_accumulate
     output_bound = error + r.storage * (o.abs() + error) + r.tiny

@@ -30,7 +30,7 @@ UNRELATED = 3.0
 """Outputs that have nothing to do with each other surely differ, somewhere in the vocabulary, by
 this many of their standard deviations."""
 
-TOKENS_AT_ONCE = 64
+TOKENS_AT_ONCE = 8
 """How many tokens' logits are compared in float64 at a time."""
 
 Progress = Callable[[str, int, int], None]
@@ -338,12 +338,15 @@ def _formula(call: AttentionCall) -> Tensor:
 
 def _moved(call: AttentionCall, generator: torch.Generator) -> Tensor:
     """The formula's output, each number moved by its bound, up or down at random."""
-    parts = []
-    for tile in basis_of(call).tiles():
-        assert tile.output_bound is not None
-        sign = torch.randint(0, 2, tile.output.shape, generator=generator) * 2 - 1
-        parts.append(tile.output + sign.to(tile.output.device) * tile.output_bound)
-    return torch.cat(parts, dim=2).transpose(1, 2)  # (B, T, H, Dv)
+    batch, heads, queries, _ = call.query.shape
+    shape = (batch, queries, heads, call.value.shape[-1])
+    moved = call.query.new_empty(shape, dtype=torch.float64)
+    for rows in basis_of(call).outputs():
+        assert rows.bound is not None
+        sign = torch.randint(0, 2, rows.output.shape, generator=generator, dtype=torch.int8) * 2 - 1
+        number = torch.addcmul(rows.output, sign.to(rows.output), rows.bound)
+        moved[rows.text, rows.start : rows.stop, rows.heads] = number.transpose(0, 1)
+    return moved
 
 
 def _left_out(cap: Capture) -> str:

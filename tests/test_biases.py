@@ -9,8 +9,8 @@ import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from attnprobe.biases import ByDistance, ByKey, alibi, alibi_slopes, distance_buckets, learned
-from attnprobe.formula import attention
 from attnprobe.masks import MaskRule
+from attnprobe.outputs import attention
 from attnprobe.terms import Terms
 
 # Slopes

@@ -7,9 +7,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnprobe.formula import attention, scores, softmax, tiles
+from attnprobe.formula import scores, softmax, tiles
 from attnprobe.masks import MaskRule
+from attnprobe.outputs import attention
 from attnprobe.rounding import arithmetic, gamma, linear
+from attnprobe.terms import Terms
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -234,3 +236,31 @@ def test_a_kernel_of_unknown_name_gets_the_room_of_both():
     own = arithmetic(torch.bfloat16, "somebodys_own")
     assert own.scores == arithmetic(torch.bfloat16, "eager").scores
     assert own.blocked
+
+
+@pytest.mark.parametrize("rows", [slice(0, 3), slice(4, 5), slice(6, None), slice(None)])
+@pytest.mark.parametrize("tile_bytes", [1, 2**22])
+def test_some_rows_are_those_of_the_whole(rows, tile_bytes):
+    torch.manual_seed(2)
+    query, key, value = (
+        torch.randn(2, 6, 11, 10),
+        torch.randn(2, 3, 17, 10),
+        torch.randn(2, 3, 17, 7),
+    )
+    rule = MaskRule(11, 17, offset=6, window=9)
+    terms = Terms(bias=torch.randn(1, 6, 11, 17), sinks=torch.randn(2, 6, 11, 1))
+    rounding = arithmetic(torch.float32, "sdpa")
+    (whole,) = tiles(query, key, value, rule, 0.3, terms, rounding=rounding)
+    options = {"rounding": rounding, "rows": rows, "tile_bytes": tile_bytes}
+    found = list(tiles(query, key, value, rule, 0.3, terms, **options))
+    assert [row for tile in found for row in range(tile.start, tile.stop)] == list(range(11))[rows]
+    for tile in found:
+        here, reach = slice(tile.start, tile.stop), tile.weights.shape[-1]
+        pairs = [
+            (tile.output, whole.output[:, :, here]),
+            (tile.output_bound, whole.output_bound[:, :, here]),
+            (tile.weights, whole.weights[:, :, here, :reach]),
+            (tile.scores, whole.scores[:, :, here, :reach]),
+        ]
+        for got, want in pairs:
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import attnprobe as ap
+from attnprobe import recompute
 
 TEXT = "The children saw the dog, and the dog saw them unbelievably well"
 
@@ -228,3 +229,31 @@ def test_a_position_may_be_said_as_text(cap):
     pd.testing.assert_frame_equal(ap.attended(cap, "2"), by_number)
     with pytest.raises(ap.InputError, match="word 99 is out of range"):
         ap.attended(cap, "99")
+
+
+@pytest.mark.parametrize("weigh", ["weight", "value"])
+@pytest.mark.parametrize("how", ["mean", "max"])
+def test_one_word_alone_is_its_row_of_all(cap, weigh, how):
+    every = ap.attended(cap, top=99, how=how, weigh=weigh)
+    for at in range(len(cap.words_of(0).words)):
+        own = ap.attended(cap, at, top=99, how=how, weigh=weigh)
+        want = every[every.query_pos == at].sort_values("key_pos").reset_index(drop=True)
+        pd.testing.assert_frame_equal(
+            own.sort_values("key_pos").reset_index(drop=True), want, rtol=1e-12
+        )
+
+
+def test_of_one_word_only_its_own_rows_are_computed(cap, monkeypatch):
+    asked = []
+    tiles = recompute.tiles
+
+    def watched(*args, rows, **options):
+        asked.append(rows)
+        return tiles(*args, rows=rows, **options)
+
+    monkeypatch.setattr(recompute, "tiles", watched)
+    at = at_of(cap, "unbelievably")
+    tokens = cap.words_of(0).words[at].tokens
+    assert len(tokens) > 1
+    ap.attended(cap, "unbelievably")
+    assert asked == [slice(tokens[0], tokens[-1] + 1)] * cap.layers

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnprobe.masks import MaskRule, additive, disagreement
+from attnprobe.masks import GivenMask, MaskRule, additive, disagreement
 
 
 @settings(deadline=None)  # the first call of torch takes its time
@@ -75,3 +77,37 @@ def test_rows_without_a_key_never_differ():
     passed = additive(rule.allowed())
     passed[0, 0, 0] = 0.0  # as sdpa's masks have it: a row that sees nothing may see anything
     assert not disagreement(passed, rule.allowed()).any()
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(0, 6),
+    st.booleans(),
+    st.sampled_from([None, 3]),
+    st.sampled_from([None, 4]),
+    st.booleans(),
+)
+def test_what_is_open_to_all_rows_is_allowed_and_the_rest_is_the_same(
+    queries, offset, causal, window, chunk, padded
+):
+    keys = queries + offset
+    padding = torch.arange(keys)[None] > 1 if padded else None
+    rule = MaskRule(queries, keys, causal, window, padding, offset, None, chunk)
+    for start in range(queries):
+        allowed = rule.allowed(start, queries)
+        first = rule.open_to(start)
+        assert allowed[..., :first].all()
+        assert torch.equal(rule.allowed(start, queries, first=first), allowed[..., first:])
+    if causal and window is None and chunk is None and not padded:
+        assert rule.open_to(0) == offset + 1
+
+
+def test_a_rule_is_the_same_only_fact_by_fact():
+    padding = torch.tensor([[False, True, True]])
+    rule = MaskRule(3, 3, padding=padding)
+    assert rule.same_as(MaskRule(3, 3, padding=padding.clone()))
+    others = [{"padding": ~padding}, {"padding": None}, {"window": 2}, {"offset": 1}]
+    others += [{"causal": False}, {"ahead": 1}, {"chunk": 2}, {"keys": 2}, {"queries": 2}]
+    for other in others:
+        assert not rule.same_as(replace(rule, **other)), other
+    assert not rule.same_as(GivenMask(torch.ones(1, 1, 3, 3, dtype=torch.bool), 3))

@@ -20,8 +20,9 @@ from transformers import (
 import attnprobe as ap
 from attnprobe.basis import basis_of
 from attnprobe.checks import BY_CALL
-from attnprobe.formula import attention, softmax, tiles
+from attnprobe.formula import softmax, tiles
 from attnprobe.masks import GivenMask, MaskRule
+from attnprobe.outputs import attention
 from attnprobe.rounding import arithmetic
 from attnprobe.terms import Terms
 
