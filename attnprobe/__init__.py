@@ -4,22 +4,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attnprobe.ablation import head_effects
-    from attnprobe.attribution import LogitContributions, logit_contributions
     from attnprobe.capturing import capture
+    from attnprobe.checking.report import VerificationReport
     from attnprobe.editing import edit
-    from attnprobe.effects import term_effects
+    from attnprobe.effects.ablation import head_effects
+    from attnprobe.effects.attribution import LogitContributions, logit_contributions
+    from attnprobe.effects.formulas import term_effects
+    from attnprobe.effects.patching import patch_effects
+    from attnprobe.effects.variance import scale_variance
     from attnprobe.errors import AttnprobeError, InputError, ModelError, NonFiniteError
     from attnprobe.heads import head_stats
     from attnprobe.hooks import probe
     from attnprobe.looking import attended, attended_by
     from attnprobe.models import load
-    from attnprobe.patching import patch_effects
     from attnprobe.recompute import scores, weights
     from attnprobe.records import AttentionCall, Capture, LanguageModel
-    from attnprobe.report import VerificationReport
     from attnprobe.tables import styled, table
-    from attnprobe.variance import scale_variance
     from attnprobe.verification import verify
     from attnprobe.views.attention import attention_view
     from attnprobe.views.bertviz import head_view, model_view, neuron_view
@@ -75,22 +75,22 @@ __all__ = [
 
 # No module may have the name of something in it: importing it would put it where that belongs.
 _HOMES = {
-    "ablation": ("head_effects",),
-    "attribution": ("LogitContributions", "logit_contributions"),
+    "effects.ablation": ("head_effects",),
+    "effects.attribution": ("LogitContributions", "logit_contributions"),
     "errors": ("AttnprobeError", "InputError", "ModelError", "NonFiniteError"),
     "capturing": ("capture",),
     "editing": ("edit",),
-    "effects": ("term_effects",),
+    "effects.formulas": ("term_effects",),
     "heads": ("head_stats",),
     "hooks": ("probe",),
     "models": ("load",),
-    "patching": ("patch_effects",),
+    "effects.patching": ("patch_effects",),
     "records": ("AttentionCall", "Capture", "LanguageModel"),
     "recompute": ("scores", "weights"),
-    "report": ("VerificationReport",),
+    "checking.report": ("VerificationReport",),
     "looking": ("attended", "attended_by"),
     "tables": ("styled", "table"),
-    "variance": ("scale_variance",),
+    "effects.variance": ("scale_variance",),
     "verification": ("verify",),
     "views.attention": ("attention_view",),
     "views.bertviz": ("head_view", "model_view", "neuron_view"),

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from attnprobe.encoding import encode
 from attnprobe.errors import InputError, ModelError, NonFiniteError
 from attnprobe.hooks import watched
 from attnprobe.keeping import Keeper
+from attnprobe.loading.encoding import encode
 from attnprobe.models import as_language_model, device_of
 from attnprobe.records import AttentionCall, Capture, LanguageModel
 

@@ -17,10 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnprobe.errors import InputError
-from attnprobe.exits import BUG, INTERRUPTED, VERDICTS, exits, interrupted, warnings_as_notes
-from attnprobe.kinds import KINDS, effect_picture, kind_of
-from attnprobe.options import (
+from attnprobe.command.exits import (
+    BUG,
+    INTERRUPTED,
+    VERDICTS,
+    exits,
+    interrupted,
+    warnings_as_notes,
+)
+from attnprobe.command.kinds import KINDS, effect_picture, kind_of
+from attnprobe.command.options import (
     SENTENCE,
     Attn,
     ByWord,
@@ -39,7 +45,7 @@ from attnprobe.options import (
     Target,
     Text,
 )
-from attnprobe.targets import (
+from attnprobe.command.targets import (
     PAGE,
     PICTURES,
     check_file,
@@ -51,6 +57,7 @@ from attnprobe.targets import (
     progress,
     terminal_width,
 )
+from attnprobe.errors import InputError
 
 if TYPE_CHECKING:
     from attnprobe.records import Capture, LanguageModel
@@ -101,7 +108,7 @@ def verify(
         check_file(out)
         names = _checks(checks)
         cap = _capture(text, target, model, revision, dtype, attn, device)
-        from attnprobe import printing
+        from attnprobe.command import printing
         from attnprobe.verification import verify
 
         with progress() as show:
@@ -205,7 +212,7 @@ def walk(
     with exits():
         check_file(out)
         cap = _part(_capture(text, target, model, revision, dtype, attn, device), part)
-        from attnprobe import printing
+        from attnprobe.command import printing
         from attnprobe.walking import walkthrough
 
         walked = walkthrough(cap, word, layer, head, nth=nth)
@@ -230,8 +237,8 @@ def terms(
     with exits():
         format = check_table(out, format)
         lm = _load(model, revision, dtype, attn, device)
-        from attnprobe.effects import term_effects
-        from attnprobe.printing import effects_text
+        from attnprobe.command.printing import effects_text
+        from attnprobe.effects.formulas import term_effects
 
         with progress("as it is") as show:
             frame = term_effects(lm, text, progress=show)
@@ -310,7 +317,7 @@ def ablate(
         format = check_table_or_picture(out, format)
         options: dict[str, Any] = {"metric": metric, "target": target, "against": against}
         options |= {"how": how}
-        from attnprobe.ablation import head_effects, refuse_unknown
+        from attnprobe.effects.ablation import head_effects, refuse_unknown
         from attnprobe.models import load
 
         refuse_unknown(**options)  # before a model is loaded in vain

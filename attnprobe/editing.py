@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from attnprobe.changes import Change, HeadOutput, Scale, Weights, one_of
+from attnprobe.effects.changes import Change, HeadOutput, Scale, Weights, one_of
+from attnprobe.effects.sites import Part, Where
 from attnprobe.errors import InputError
 from attnprobe.hooks import replaced
 from attnprobe.models import as_language_model
 from attnprobe.records import Capture, UnseenAttention, seeded, whole
-from attnprobe.sites import Part, Where
 
 _edited: list[object] = []  # the models of the edits that are open
 

@@ -4,7 +4,7 @@ The only module that knows where transformers computes attention: most models as
 `AttentionInterface.get_interface` for a kernel and call it with query, key, value and mask. While
 an interception is open, what that returns is wrapped; the kernel, its inputs and its output stay
 the model's own. Forward hooks on the attention modules give what lies on either side of the kernel.
-Modules that compute a softmax by themselves are followed (see `attnprobe.following`).
+Modules that compute a softmax by themselves are followed (see `attnprobe.seam.following`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from attnprobe.errors import ModelError
-from attnprobe.inspecting import (
+from attnprobe.models import as_language_model
+from attnprobe.records import AttentionCall, Calls, UnseenAttention
+from attnprobe.seam.inspecting import (
     asks_for_kernel,
     computes_softmax,
     forward_of,
     torchs_attention,
 )
-from attnprobe.interception import Handler, Interception, KernelOutput
-from attnprobe.models import as_language_model
-from attnprobe.records import AttentionCall, Calls, UnseenAttention
+from attnprobe.seam.interception import Handler, Interception, KernelOutput
 
 SEAM = ("module", "query", "key", "value", "attention_mask")
 """What every kernel is called with first, whatever it calls them itself."""

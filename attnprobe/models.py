@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from attnprobe.errors import AttnprobeError, InputError, ModelError
-from attnprobe.places import Place, locate
+from attnprobe.loading.places import Place, locate
 from attnprobe.records import LanguageModel
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")

@@ -1,8 +1,8 @@
 """X → query, key, value, and heads → W_O, from the layer's own weights, family by family.
 
-Which layer gives what is known by the names of the layers (`attnprobe.layouts`); what stands
-between them and the kernel, by the attention class (`FAMILIES`). Of a class that is not there it
-is supposed that it does what most do: what then agrees is verified, as no chance makes it agree;
+Which layer gives what is known by the names of the layers (`attnprobe.architecture.layouts`); what
+stands between them and the kernel, by the attention class (`FAMILIES`). Of others it is
+supposed that it does what most do: what then agrees is verified, as no chance makes it agree;
 what does not is not known, see `unsure`.
 """
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from attnprobe import rotary
-from attnprobe.facts import SCALED_BEFOREHAND
-from attnprobe.layouts import Layout, layout_of
+from attnprobe.architecture import rotary
+from attnprobe.architecture.facts import SCALED_BEFOREHAND
+from attnprobe.architecture.layouts import Layout, layout_of
 from attnprobe.records import AttentionCall
 from attnprobe.rounding import Bounded, linear, rms_norm, scaled
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attnprobe.basis import basis_of
+from attnprobe.checking.basis import basis_of
 from attnprobe.errors import InputError
 from attnprobe.formula import capped, tiles
 from attnprobe.formula import scores as dot_products

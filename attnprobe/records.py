@@ -138,7 +138,7 @@ class AttentionCall:
     """What the model passed beside that the formula here does not hold, such as packed texts."""
     dropout: float = 0.0
     facts_known: bool = True
-    """Whether scale and mask are known for this type of model; see `attnprobe.facts`."""
+    """Whether scale and mask are known for this type; see `attnprobe.architecture.facts`."""
     bias_known: bool = True
     """Whether what it adds to the scores is known as well, or that it adds nothing."""
     operands: float = 0.0

@@ -95,7 +95,7 @@ def arithmetic(dtype: torch.dtype, kernel: str, operands: float = 0.0) -> Arithm
     Half-precision kernels accumulate in float32. `eager` (plain matmul, softmax, matmul) also
     stores the scores in the operands' dtype; the fused kernels keep them in their accumulator. A
     kernel that is neither is given the room of both. A model's own code may store the scores three
-    times as often as eager (see `attnprobe.scoring`).
+    times as often as eager (see `attnprobe.seam.scoring`).
     """
     storage = unit_roundoff(dtype)
     accumulate = min(storage, unit_roundoff(torch.float32))

@@ -11,15 +11,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from attnprobe.basis import basis_of
-from attnprobe.caches import cache_rows
 from attnprobe.capturing import Texts, forward, output_of
-from attnprobe.checks import BY_CALL, rows_left_out
+from attnprobe.checking.basis import basis_of
+from attnprobe.checking.caches import cache_rows
+from attnprobe.checking.checks import BY_CALL, rows_left_out
+from attnprobe.checking.report import Row, VerificationReport
 from attnprobe.errors import InputError
 from attnprobe.hooks import replaced
 from attnprobe.models import as_language_model
 from attnprobe.records import WRITTEN, AttentionCall, Calls, Capture, LanguageModel, UnseenAttention
-from attnprobe.report import Row, VerificationReport
 
 CHECKS = ("projection", "cache", "mask", "weights", "output", "merge", "logits")
 

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from attnprobe.basis import basis_of
+from attnprobe.checking.basis import basis_of
 from attnprobe.formula import softmax
 from attnprobe.looking import position
 from attnprobe.projections import source

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 import attnprobe as ap
+from attnprobe.checking.report import Row
 from attnprobe.masks import MASKED_BELOW
 from attnprobe.records import AttentionCall
-from attnprobe.report import Row
 
 TASKS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

@@ -10,7 +10,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Model, MistralConfig, MistralForCausalLM
 
 import attnprobe as ap
-from attnprobe import trials
+from attnprobe.effects import trials
 from attnprobe.records import LanguageModel
 
 TEXTS = [[5, 17, 23, 8, 4, 42, 99, 3, 77, 61, 12], [9, 31, 5, 60, 2, 71, 44]]

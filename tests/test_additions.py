@@ -41,8 +41,8 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 import attnprobe as ap
-from attnprobe.additions import adds_bias, bias_table
-from attnprobe.basis import basis_of
+from attnprobe.architecture.additions import adds_bias, bias_table
+from attnprobe.checking.basis import basis_of
 
 TEXTS = [[(7 * n) % 90 + 5 for n in range(19)], [(11 * n) % 90 + 5 for n in range(8)]]
 TARGETS = [[(5 * n) % 90 + 5 for n in range(6)], [(13 * n) % 90 + 5 for n in range(13)]]

@@ -10,7 +10,7 @@ from architecture_trial import TASKS, Trial, trial
 from architectures import CHECKS, PAGE, Entry, page, running
 from small_configs import VOCABULARY, small_config, small_model
 
-from attnprobe.known import KNOWN_TYPES
+from attnprobe.architecture.known import KNOWN_TYPES
 
 
 def config(kind, task="causal"):

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model, PreTrainedTokenizerFast
 
 import attnprobe as ap
-from attnprobe.continuations import next_token
-from attnprobe.residual import STREAMS
+from attnprobe.effects.residual import STREAMS
+from attnprobe.loading.continuations import next_token
 from attnprobe.rounding import arithmetic, layer_norm
 
 IDS = TEXTS[0]

@@ -25,7 +25,8 @@ from test_encoder_decoders import bart, made, tokenizer
 from typer.testing import CliRunner, Result
 
 import attnprobe as ap
-from attnprobe import cli, printing
+from attnprobe import cli
+from attnprobe.command import printing
 from attnprobe.verification import CHECKS
 
 TEXT = "The children were playing in the green park"

@@ -19,7 +19,8 @@ from playwright.sync_api import Browser
 from typer.testing import CliRunner, Result
 
 import attnprobe as ap
-from attnprobe import cli, kinds
+from attnprobe import cli
+from attnprobe.command import kinds
 
 TEXT = "The children were playing in the green park"
 HOSTILE = "</script><script>window.ran = 1</script> <img src=x onerror=window.ran=1> x\u202egpj"

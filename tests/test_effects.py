@@ -29,9 +29,9 @@ from transformers import (
 )
 
 import attnprobe as ap
-from attnprobe import effects
-from attnprobe.effects import TERMS
-from attnprobe.predicting import Predictions, compared
+from attnprobe.effects import formulas as effects
+from attnprobe.effects.formulas import TERMS
+from attnprobe.effects.predicting import Predictions, compared
 
 SIZES = {"vocab_size": 101, "hidden_size": 60, "num_hidden_layers": 2, "num_attention_heads": 6}
 HEAD = 10  # d_k
@@ -304,7 +304,7 @@ def test_what_is_not_finite_any_more_has_no_numbers(gpt2, monkeypatch):
 
 
 def test_an_m_that_is_not_known_is_not_taken_away(gpt2, monkeypatch):
-    monkeypatch.setattr("attnprobe.facts.mask_rule", lambda *_: None)
+    monkeypatch.setattr("attnprobe.architecture.facts.mask_rule", lambda *_: None)
     frame = ap.term_effects(gpt2(), IDS).set_index("term")
     row = frame.loc["without M"]
     assert row["note"] == "not run: the model's M is not known"

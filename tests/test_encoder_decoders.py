@@ -14,7 +14,7 @@ from transformers import (
 )
 
 import attnprobe as ap
-from attnprobe.basis import basis_of
+from attnprobe.checking.basis import basis_of
 from attnprobe.verification import CHECKS
 
 SOURCES = [[5, 17, 23, 5, 9, 42, 8], [3, 3, 60, 11]]

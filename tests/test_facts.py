@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from attnprobe.additions import expected_terms
-from attnprobe.facts import config_of, expected_scaling, index_of, is_causal, reach
+from attnprobe.architecture.additions import expected_terms
+from attnprobe.architecture.facts import config_of, expected_scaling, index_of, is_causal, reach
 
 
 def config(**fields):

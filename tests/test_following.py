@@ -14,11 +14,11 @@ from torch.overrides import _get_current_function_mode_stack as modes
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
 import attnprobe as ap
-from attnprobe.basis import basis_of
-from attnprobe.checks import BY_CALL
-from attnprobe.following import Following
+from attnprobe.checking.basis import basis_of
+from attnprobe.checking.checks import BY_CALL
 from attnprobe.hooks import replaced, watched
 from attnprobe.rounding import OWN
+from attnprobe.seam.following import Following
 
 B, H, T, S, D, V = 2, 3, 5, 7, 4, 6
 
@@ -540,7 +540,7 @@ def test_a_mutant_of_a_followed_call_is_found(neox, name):
 
 @pytest.mark.parametrize("damage", ["scale", "mask"])
 def test_a_damaged_model_of_a_known_type_is_found(monkeypatch, damage):
-    monkeypatch.setattr("attnprobe.interception.KNOWN_TYPES", frozenset({"roformer"}))
+    monkeypatch.setattr("attnprobe.seam.interception.KNOWN_TYPES", frozenset({"roformer"}))
     model = small("causal", "roformer")
     attention = type(model.roformer.encoder.layer[0].attention.self)
     forward = attention.forward

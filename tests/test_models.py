@@ -17,8 +17,8 @@ from hub import Client, Hub, save_gpt2, total
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from attnprobe import places
 from attnprobe.errors import InputError, ModelError
+from attnprobe.loading import places
 from attnprobe.models import as_language_model, load
 from attnprobe.records import LanguageModel
 

@@ -8,7 +8,7 @@ from mutants import DTYPES, Found, Line, found, lines
 from wrong_attention import UNCHANGED, Mutant, by_hand, mutants_of, weights_rounded
 
 import attnprobe as ap
-from attnprobe.known import KNOWN_TYPES
+from attnprobe.architecture.known import KNOWN_TYPES
 
 GPT2 = KINDS[0]
 CASES = [(kernel, dtype) for kernel in ("sdpa", "eager") for dtype in DTYPES]

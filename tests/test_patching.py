@@ -14,8 +14,8 @@ from transformers import (
 )
 
 import attnprobe as ap
-from attnprobe import patching, trials
-from attnprobe.continuations import NextToken
+from attnprobe.effects import patching, trials
+from attnprobe.loading.continuations import NextToken
 
 CLEAN = [5, 17, 23, 8, 4, 42, 99, 3, 77, 61, 12]
 CORRUPT = [5, 17, 23, 8, 60, 42, 99, 9, 77, 61, 12]  # the fifth token differs first

@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
 import attnprobe as ap
-from attnprobe import facts, rotary
+from attnprobe.architecture import facts, rotary
 from attnprobe.projections import projected, source, value_norms
 from attnprobe.rounding import arithmetic, linear, rms_norm, scaled
 

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 import attnprobe as ap
-from attnprobe.basis import basis_of
-from attnprobe.checks import BY_CALL
+from attnprobe.checking.basis import basis_of
+from attnprobe.checking.checks import BY_CALL
 from attnprobe.formula import softmax, tiles
 from attnprobe.masks import GivenMask, MaskRule
 from attnprobe.outputs import attention

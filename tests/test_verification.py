@@ -13,8 +13,8 @@ from samples import IDS
 from transformers import BartConfig, BartForConditionalGeneration
 
 import attnprobe as ap
-from attnprobe import checks
-from attnprobe.report import COLUMNS, Row, VerificationReport
+from attnprobe.checking import checks
+from attnprobe.checking.report import COLUMNS, Row, VerificationReport
 from attnprobe.verification import CHECKS
 
 TEXTS = [[5, 17, 23, 5, 99, 42, 8, 71, 2], [3, 60, 11, 72]]

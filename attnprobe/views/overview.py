@@ -10,13 +10,13 @@ from functools import cached_property
 
 import pandas as pd
 
+from attnprobe.checking.report import VerificationReport
+from attnprobe.command.printing import by_layer_html, report_text
 from attnprobe.errors import InputError
 from attnprobe.heads import head_stats
 from attnprobe.looking import attended
-from attnprobe.printing import by_layer_html, report_text
 from attnprobe.records import Capture, captured
 from attnprobe.remarks import LEAST, remarkable
-from attnprobe.report import VerificationReport
 from attnprobe.verification import verify
 from attnprobe.views.attention import attention_view
 from attnprobe.views.bertviz import head_view, model_view, neuron_view

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from attnprobe.command.printing import write
 from attnprobe.errors import InputError
-from attnprobe.printing import write
 
 _HIGHEST = 900  # pixels of a frame in a notebook; what is higher scrolls
 

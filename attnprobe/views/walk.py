@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from attnprobe.basis import basis_of
+from attnprobe.checking.basis import basis_of
 from attnprobe.errors import InputError, NonFiniteError
 from attnprobe.looking import position
 from attnprobe.masks import MaskRule

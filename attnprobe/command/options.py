@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from attnprobe.targets import Format
+from attnprobe.command.targets import Format
 
 SENTENCE = "The children were playing in the green park"
 

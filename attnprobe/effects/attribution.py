@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from attnprobe.continuations import NextToken, next_token
+from attnprobe.checking.report import Row, ratio_text
+from attnprobe.effects.parts import Reader, parts_of
+from attnprobe.effects.residual import residual, stream_of
+from attnprobe.loading.continuations import NextToken, next_token
 from attnprobe.looking import position
-from attnprobe.parts import Reader, parts_of
 from attnprobe.records import Capture, captured, whole
-from attnprobe.report import Row, ratio_text
-from attnprobe.residual import residual, stream_of
 from attnprobe.tables import styled
 from attnprobe.words import Words, visible
 
@@ -148,8 +148,8 @@ def logit_contributions(
         cap: what `capture` returned, of a GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, Phi, Phi-3
             or GPT-NeoX (Pythia) with a language-model head.
         word: the next word, or a token id; "park" is " park", with the space before it, where the
-            text goes on with one (see `attnprobe.continuations.next_token`). The title says which
-            token it is.
+            text goes on with one (see `attnprobe.loading.continuations`). The title says which it
+            is.
         against: another next word: then it is all of the logit of `word` less that of `against`.
         after: the word of the text, or its position among the words, from 0, that comes before the
             next; of a word of several tokens it is the last one. By default the text's last token.

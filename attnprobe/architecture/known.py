@@ -1,4 +1,4 @@
-"""The model types for which the facts are known to hold: see `attnprobe.facts`.
+"""The model types for which the facts are known to hold: see `attnprobe.architecture.facts`.
 
 Of these, a scale, mask or bias that is not as the facts say is a mismatch. Of others it may as well
 be that the facts are not all, and what departs from them is said not to be checked. Types are left

@@ -88,7 +88,7 @@ def give_table(
     as_text: Callable[[pd.DataFrame, int | None], str] | None = None,
 ) -> None:
     """Print a table, or write it; `as_text` makes what a person reads, for a width or none."""
-    from attnprobe import printing
+    from attnprobe.command import printing
 
     as_text = as_text or printing.frame_text
     content: str | bytes
@@ -137,7 +137,7 @@ def give_shown(content: str | bytes, out: Path | None, look: bool, suffix: str) 
     Without `out` it goes to a file in a new temporary folder, which nobody else may read; its name
     is printed.
     """
-    from attnprobe import printing
+    from attnprobe.command import printing
 
     given = out is not None
     out = out or Path(tempfile.mkdtemp(prefix="attnprobe-")) / f"attention{suffix}"

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from attnprobe.folding import (
+from attnprobe.rounding import OWN
+from attnprobe.seam.folding import (
     begun,
     factors,
     heads_of,
@@ -27,8 +28,7 @@ from attnprobe.folding import (
     tensors_in,
     texts_and_heads,
 )
-from attnprobe.rounding import OWN
-from attnprobe.scoring import Scores, UnfollowedError, cast, changed, number_of
+from attnprobe.seam.scoring import Scores, UnfollowedError, cast, changed, number_of
 
 Seen = tuple[Tensor, Tensor | None]
 Found = Callable[[str, dict[str, Any], Callable[[], Seen]], Seen]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from attnprobe.command.targets import PAGE, PICTURES
 from attnprobe.errors import InputError
-from attnprobe.targets import PAGE, PICTURES
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from importlib import resources, util
 from pathlib import Path
 
-from attnprobe import hub
 from attnprobe.errors import InputError, ModelError
+from attnprobe.loading import hub
 
 BUNDLED = "bundled"
 """The source that names the small GPT-2 within this package."""

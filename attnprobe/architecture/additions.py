@@ -1,6 +1,6 @@
 """What the config and the weights say a model adds to the formula: a softcap, sinks, a bias.
 
-As in `attnprobe.facts`, nothing here looks at what the model hands its kernel.
+As in `attnprobe.architecture.facts`, nothing here looks at what the model hands its kernel.
 """
 
 from __future__ import annotations

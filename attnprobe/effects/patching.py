@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from attnprobe.capturing import capture
-from attnprobe.changes import Change
 from attnprobe.editing import changed
+from attnprobe.effects.changes import Change
+from attnprobe.effects.predicting import logits_of, refuse_encoder_decoder
+from attnprobe.effects.sites import ByText, Where
+from attnprobe.effects.trials import Metric, Progress, refuse_unfit, trials
 from attnprobe.errors import InputError, ModelError
 from attnprobe.models import as_language_model
-from attnprobe.predicting import logits_of, refuse_encoder_decoder
 from attnprobe.records import Capture
-from attnprobe.sites import ByText, Where
-from attnprobe.trials import Metric, Progress, refuse_unfit, trials
 
 PatchBy = Literal["position", "head"]
 What = Literal["head_output", "residual"]

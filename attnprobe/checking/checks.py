@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnprobe.basis import basis_of, row_blocks
+from attnprobe.checking.basis import basis_of, row_blocks
+from attnprobe.checking.report import Row
 from attnprobe.formula import Tile
 from attnprobe.projections import merged, projected, unsure
 from attnprobe.records import AttentionCall
-from attnprobe.report import Row
 
 _AWAY = "the layer's weights are offloaded between forwards, so there is nothing to compare with"
 

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers import Cache, QuantizedCache
 
-from attnprobe import additions, facts
+from attnprobe.architecture import additions, facts
+from attnprobe.architecture.known import KNOWN_TYPES
+from attnprobe.architecture.layouts import layout_of
 from attnprobe.errors import ModelError
-from attnprobe.following import Following
-from attnprobe.inspecting import arguments_of, asks_for_kernel, computes_softmax, forward_of
-from attnprobe.known import KNOWN_TYPES
-from attnprobe.layouts import layout_of
 from attnprobe.records import AttentionCall, Cached, Kind, UnseenAttention, part_of, writes
 from attnprobe.rounding import operand_unit
+from attnprobe.seam.following import Following
+from attnprobe.seam.inspecting import arguments_of, asks_for_kernel, computes_softmax, forward_of
 from attnprobe.terms import Terms
 
 KernelOutput = tuple[Tensor, Tensor | None]

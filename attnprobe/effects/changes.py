@@ -12,13 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attnprobe.basis import basis_of
+from attnprobe.checking.basis import basis_of
+from attnprobe.effects.sites import Axis, Sites, aligned, by_key_head, positions_of
 from attnprobe.errors import InputError, ModelError
 from attnprobe.formula import Tile, softmax, tiles
-from attnprobe.interception import KernelOutput
 from attnprobe.masks import Allowing
 from attnprobe.records import AttentionCall, Capture, captured, whole
-from attnprobe.sites import Axis, Sites, aligned, by_key_head, positions_of
+from attnprobe.seam.interception import KernelOutput
 
 Scale = float | Literal["none", "1/d_k"] | Callable[[AttentionCall], float]
 Weights = Literal["uniform", "previous", "first"] | Callable[[Tensor], Tensor]

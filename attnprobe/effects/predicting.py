@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from attnprobe.capturing import refuse_random
-from attnprobe.encoding import accepted, encode
 from attnprobe.errors import InputError, ModelError
+from attnprobe.loading.encoding import accepted, encode
 from attnprobe.records import LanguageModel
 
 TOKENS_AT_ONCE = 64

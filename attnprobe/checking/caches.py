@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnprobe.checking.report import Row
 from attnprobe.records import WRITTEN, AttentionCall, Cached
-from attnprobe.report import Row
 
 _UNSEEN = "the forward before is not among these calls: what the cache held is taken as it is"
 _NO_REACH = "{} tokens have left the cache, and how far this layer looks back is not known"

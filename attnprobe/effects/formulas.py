@@ -11,18 +11,18 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from attnprobe.basis import basis_of
 from attnprobe.capturing import nonfinite
-from attnprobe.changes import Change
+from attnprobe.checking.basis import basis_of
 from attnprobe.editing import changed
+from attnprobe.effects.changes import Change
+from attnprobe.effects.predicting import Predictions, compared, logits_of, texts_of
+from attnprobe.effects.sites import Where
 from attnprobe.errors import ModelError
 from attnprobe.formula import Tile
 from attnprobe.hooks import replaced
-from attnprobe.interception import KernelOutput
 from attnprobe.models import as_language_model
-from attnprobe.predicting import Predictions, compared, logits_of, texts_of
 from attnprobe.records import AttentionCall, LanguageModel
-from attnprobe.sites import Where
+from attnprobe.seam.interception import KernelOutput
 from attnprobe.verification import Progress
 
 COLUMNS = (

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from attnprobe.continuations import NextToken, next_token
-from attnprobe.encoding import accepted
+from attnprobe.effects.predicting import logits_of
 from attnprobe.errors import InputError, ModelError
-from attnprobe.predicting import logits_of
+from attnprobe.loading.continuations import NextToken, next_token
+from attnprobe.loading.encoding import accepted
 from attnprobe.records import Capture, LanguageModel
 
 BYTES_AT_ONCE = 2**28

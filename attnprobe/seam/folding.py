@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnprobe.scoring import Scores, UnfollowedError, regrouped
+from attnprobe.seam.scoring import Scores, UnfollowedError, regrouped
 
 
 def begun(

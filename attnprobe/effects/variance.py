@@ -9,14 +9,14 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from attnprobe.basis import basis_of
 from attnprobe.capturing import forward
-from attnprobe.encoding import encode
+from attnprobe.checking.basis import basis_of
+from attnprobe.effects.predicting import refuse_encoder_decoder
 from attnprobe.errors import InputError, ModelError
 from attnprobe.formula import TILE_BYTES, scores, softmax
+from attnprobe.loading.encoding import encode
 from attnprobe.masks import Allowing, MaskRule
 from attnprobe.models import as_language_model
-from attnprobe.predicting import refuse_encoder_decoder
 from attnprobe.records import AttentionCall, seeded, whole
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from attnprobe.capturing import capture, nonfinite
-from attnprobe.changes import Change
 from attnprobe.editing import changed, heads_by_layer
-from attnprobe.errors import InputError
-from attnprobe.models import as_language_model
-from attnprobe.predicting import logits_of, texts_of
-from attnprobe.records import Capture, LanguageModel, seeded
-from attnprobe.sites import ByText, Where
-from attnprobe.trials import (
+from attnprobe.effects.changes import Change
+from attnprobe.effects.predicting import logits_of, texts_of
+from attnprobe.effects.sites import ByText, Where
+from attnprobe.effects.trials import (
     Metric,
     MetricName,
     Progress,
@@ -28,6 +25,9 @@ from attnprobe.trials import (
     refuse_unmeasured,
     trials,
 )
+from attnprobe.errors import InputError
+from attnprobe.models import as_language_model
+from attnprobe.records import Capture, LanguageModel, seeded
 from attnprobe.words import read
 
 How = Literal["zero", "mean", "resample"]

@@ -9,11 +9,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from attnprobe.checking.report import Row
+from attnprobe.effects.residual import FinalNorm, Residual
 from attnprobe.errors import ModelError
 from attnprobe.projections import output_weights
 from attnprobe.records import AttentionCall, Capture
-from attnprobe.report import Row
-from attnprobe.residual import FinalNorm, Residual
 from attnprobe.rounding import Arithmetic, gamma, linear, unit_roundoff
 
 Label = tuple[str, int | None, int | None]

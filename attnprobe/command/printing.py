@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from attnprobe.checking.report import Row, VerificationReport, ratio_text
 from attnprobe.errors import AttnprobeError
-from attnprobe.report import Row, VerificationReport, ratio_text
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,0 +1,1 @@
+"""What stands around the command: options, kinds of pictures, targets, exits, printing."""

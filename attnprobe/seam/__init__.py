@@ -1,0 +1,1 @@
+"""Where attention is seen: at transformers' interface, and in what computes it by itself."""
