@@ -368,7 +368,8 @@ def test_refuses_what_it_cannot_draw(cap, arguments, options, said):
 
 def test_grid_refuses_too_many_weights_and_unlike_layers(cap, monkeypatch):
     call = cap.calls[1]
-    fewer = dataclasses.replace(call, query=call.query[:, :3], key=call.key[:, :3])
+    some = {name: getattr(call, name)[:, :3] for name in ("query", "key", "value")}
+    fewer = dataclasses.replace(call, **some)
     unlike = dataclasses.replace(cap, calls=(cap.calls[0], fewer, cap.calls[2]))
     with pytest.raises(ap.InputError, match="the layers have 3 and 6 heads"):
         ap.heatmap_grid(unlike)
