@@ -245,7 +245,7 @@ def _unknown_norm(call: AttentionCall, family: Family) -> str:
 
 def _rows(call: AttentionCall, layout: Layout, name: str) -> tuple[str, Tensor]:
     """The layer that gives query, key or value, and which of its outputs, (heads, D) int64."""
-    sizes = [(_own_heads(call, part), getattr(call, part).shape[3]) for part in PARTS]
+    sizes = [(_own_heads(call, layout, part), getattr(call, part).shape[3]) for part in PARTS]
     at = PARTS.index(name)
     heads, size = sizes[at]
     if layout.by_head:
@@ -259,12 +259,17 @@ def _rows(call: AttentionCall, layout: Layout, name: str) -> tuple[str, Tensor]:
     return part, first + torch.arange(size)  # (heads, D)
 
 
-def _own_heads(call: AttentionCall, name: str) -> int:
+def _own_heads(call: AttentionCall, layout: Layout, name: str) -> int:
     """How many heads of query, key or value the layers make: fewer than the kernel gets where a
     model repeats its key heads before."""
-    seen: int = getattr(call, name).shape[1]
-    told = getattr(getattr(call.module, "config", None), "num_key_value_heads", None)
-    return seen if name == "query" or not isinstance(told, int) else min(seen, told)
+    seen, size = getattr(call, name).shape[1::2]
+    if name == "query" or seen < call.heads or len(layout.inputs) == 1:
+        return int(seen)
+    layer = getattr(call.module, layout.inputs[PARTS.index(name)])
+    if type(layer) is not nn.Linear:
+        return int(seen)
+    made = layer.out_features // size
+    return int(made if made and seen % made == 0 else seen)
 
 
 def _split_linear(call: AttentionCall, layout: Layout, name: str, x: Tensor) -> Bounded:
