@@ -13,7 +13,7 @@ from attnprobe.hooks import watched
 from attnprobe.keeping import Keeper
 from attnprobe.loading.encoding import encode
 from attnprobe.models import as_language_model, device_of
-from attnprobe.records import AttentionCall, Capture, LanguageModel
+from attnprobe.records import AttentionCall, Capture, LanguageModel, dtype_name
 
 Texts = str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]]
 """One text, several, or token ids."""
@@ -182,5 +182,5 @@ def nonfinite(lm: LanguageModel, where: str, dtype: torch.dtype) -> NonFiniteErr
             )
     return NonFiniteError(
         f"{where} holds NaN or infinity though every weight is finite: the computation overflows "
-        f"in {str(dtype).removeprefix('torch.')}. Load the model with dtype float32 or bfloat16"
+        f"in {dtype_name(dtype)}. Load the model with dtype float32 or bfloat16"
     )

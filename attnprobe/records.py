@@ -32,6 +32,11 @@ def whole(value: Any, what: str) -> int:
     raise InputError(f"expected a whole number for {what}, got {value!r}")
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """float32, bfloat16, …"""
+    return str(dtype).removeprefix("torch.")
+
+
 def seeded(seed: Any) -> int:
     """A seed that torch's generators take.
 

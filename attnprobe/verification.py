@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from attnprobe.capturing import Texts, forward, output_of
+from attnprobe.capturing import Texts, forward
 from attnprobe.checking.basis import basis_of
 from attnprobe.checking.caches import cache_rows
 from attnprobe.checking.checks import BY_CALL, rows_left_out
+from attnprobe.checking.logits import logits_row
 from attnprobe.checking.report import Row, VerificationReport
 from attnprobe.errors import InputError
-from attnprobe.hooks import replaced
 from attnprobe.models import as_language_model
-from attnprobe.records import WRITTEN, AttentionCall, Calls, Capture, LanguageModel, UnseenAttention
+from attnprobe.records import (
+    WRITTEN,
+    AttentionCall,
+    Calls,
+    Capture,
+    LanguageModel,
+    UnseenAttention,
+    dtype_name,
+)
 
 CHECKS = ("projection", "cache", "mask", "weights", "output", "merge", "logits")
-
-FALSE_ALARM = 1e-9
-"""The chance that a right model's logits pass the bound of the `logits` check by bad luck."""
-
-UNRELATED = 3.0
-"""Outputs that have nothing to do with each other surely differ, somewhere in the vocabulary, by
-this many of their standard deviations."""
-
-TOKENS_AT_ONCE = 8
-"""How many tokens' logits are compared in float64 at a time."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -59,7 +55,7 @@ def verify(
 
     `cache` is made where a forward goes on from a cache, as the steps of a generation do. It and
     `mask` allow no difference. The other bounds are worst-case bounds on rounding (see
-    `attnprobe.formula`), but that of `logits` is probabilistic: see `_logits`.
+    `attnprobe.formula`), but that of `logits` is probabilistic: see `attnprobe.checking.logits`.
 
     Args:
         what: what `capture` returned; or the calls that a `probe` yields: of a generation, every
@@ -88,8 +84,7 @@ def verify(
             found.take(call)
         if isinstance(what, Capture):
             return _of_capture(found, what)
-        if "cache" in found.checks:
-            found.rows += _cache(calls, asked=checks is not None)
+        found.take_cache(calls)
         reason = "a probe's calls hold no logits: capture one forward"
         return found.report(_calls(what).unseen, lambda: Row("logits", None, None, reason=reason))
     lm = as_language_model(what)
@@ -117,10 +112,10 @@ def _chosen(checks: Sequence[str] | None) -> tuple[str, ...]:
 
 def _of_capture(found: _Found, cap: Capture) -> VerificationReport:
     """The report of a whole forward, whose calls `found` has taken."""
-    if "cache" in found.checks and found.checks is not CHECKS:
-        found.rows += _cache((), asked=True)
+    found.take_cache(())  # one forward goes on from none
     found.leave_out(cap)
-    report = found.report(cap.unseen, functools.partial(_logits, cap, found.unheld))
+    reason = str(cap.unseen[0]) if cap.unseen else found.unheld or _left_out(cap)
+    report = found.report(cap.unseen, functools.partial(logits_row, cap, reason))
     return replace(
         report,
         model=cap.lm.name if cap.lm is not None else "",
@@ -157,15 +152,25 @@ class _Found:
                     found = [Row(name, call.layer, None, reason=WRITTEN)]
                 rows = (replace(row, part=call.part) for row in found)
                 self.rows += [_in_step(row, call.step) for row in rows]
-        self.kernels[call.kernel] = self.dtypes[_name(call.dtype)] = None
+        self.kernels[call.kernel] = self.dtypes[dtype_name(call.dtype)] = None
         self.steps.add(call.step)
         if self.first is None:
             self.first, self.texts = (call.layer, call.part), len(call.query)
         if self.first == (call.layer, call.part):
             self.tokens += _tokens(call)
         self.left_out += rows_left_out(call)
-        self.unheld = self.unheld or basis_of(call).unheld
+        if "logits" in self.checks:
+            self.unheld = self.unheld or basis_of(call).unheld
         self._show(f"layer {call.layer}")
+
+    def take_cache(self, calls: Sequence[AttentionCall]) -> None:
+        """Make the check `cache`; where no forward goes on from one, it is left out unless it was
+        asked for by name."""
+        if "cache" in self.checks:
+            rows = cache_rows(calls)
+            if not rows and self.checks is not CHECKS:
+                rows = [Row("cache", None, None, reason="no forward here goes on from a cache")]
+            self.rows += rows
 
     def leave_out(self, cap: Capture) -> None:
         """Say which layers were not kept: nothing counts as verified by being left out."""
@@ -223,14 +228,6 @@ def _calls(given: object) -> Calls:
     return given
 
 
-def _cache(calls: Sequence[AttentionCall], *, asked: bool) -> list[Row]:
-    """The rows of `cache`; where no forward goes on from one, it is left out unless asked for."""
-    rows = cache_rows(calls)
-    if not rows and asked:
-        return [Row("cache", None, None, reason="no forward here goes on from a cache")]
-    return rows
-
-
 def _tokens(call: AttentionCall) -> int:
     """How many tokens a forward was given, without padding where that is known."""
     batch, _, queries, _ = call.query.shape
@@ -247,108 +244,6 @@ def _in_step(row: Row, step: int) -> Row:
     return replace(row, reason=f"in step {step}: {row.reason}" if row.reason else f"in step {step}")
 
 
-def _logits(cap: Capture, unheld: str) -> Row:
-    """The model run with the formula in place of every attention, against the logits it gave.
-
-    How much may they differ? The two runs differ in nothing but each attention's output, and there
-    by at most the bound of the `output` check, b. A third run measures what that is worth: every
-    attention output is moved by b with a random sign, and Δ is what moves at the logits. To first
-    order Δ = J·(±b) at each logit, of mean square ‖J·diag(b)‖². For errors that are independent,
-    centred and within ±b, Hoeffding's inequality bounds a logit's difference by λ‖J·diag(b)‖ but
-    for a chance of 2exp(-λ²/2), and λ is chosen so that all N logits together hold but for a chance
-    of FALSE_ALARM. This is the probabilistic rounding analysis of Higham & Mary, SIAM J. Sci.
-    Comput. 41 (2019), with the conditioning measured instead of derived.
-
-    So this bound is an estimate, not a proof: ‖J·diag(b)‖ is taken from one sample, as the larger
-    of the mean square of Δ over the vocabulary at the token where it is largest, and over the
-    tokens at the vocabulary's entry in question.
-
-    Where rounding alone may move the logits by as much as unrelated ones would differ, the first
-    order says nothing any more, and neither does this check: it is not_checked.
-    """
-    if cap.lm is None:
-        return Row("logits", None, None, reason="the capture has no model with it")
-    if cap.part:
-        return Row("logits", None, None, reason=f"this is the {cap.part} alone: verify the whole")
-    reason = str(cap.unseen[0]) if cap.unseen else unheld or _left_out(cap)
-    if reason:
-        return Row("logits", None, None, reason=reason)
-    generator = torch.Generator().manual_seed(0)
-    outputs = (
-        cap.output,
-        _output_with(cap, _formula),
-        _output_with(cap, lambda call: _moved(call, generator)),
-    )
-    rows = cap.output_padding
-    found = _spread(*(output[rows] for output in outputs))
-    count = int(rows.sum()) * cap.output.shape[-1]
-    bound = found.spread * math.sqrt(2 * math.log(2 * count / FALSE_ALARM))  # (V,)
-    usual = bound.median().item()
-    if not usual < UNRELATED * found.scale:
-        reason = (
-            f"rounding alone may move this model's output in {_name(cap.output.dtype)} by "
-            f"{usual:.2g}, as much as unrelated ones differ (their deviation is {found.scale:.2g})"
-        )
-        return Row("logits", None, None, reason=reason)
-    worst = int(
-        torch.where(found.error == 0, 0.0, found.error / bound).nan_to_num(math.inf).argmax()
-    )
-    return Row("logits", None, None, found.error[worst].item(), bound[worst].item())
-
-
-@dataclass(frozen=True, eq=False)
-class _Spread:
-    error: Tensor  # (V,): the largest |given - own| of each entry over the tokens
-    spread: Tensor  # (V,): how far moving each attention by its bound moves each entry
-    scale: float  # the deviation of own over the vocabulary, at the token where it is least
-
-
-def _spread(given: Tensor, own: Tensor, moved: Tensor) -> _Spread:
-    """How three outputs, (tokens, V) each, differ; in float64, a block of tokens at a time."""
-    error = torch.zeros(given.shape[-1], dtype=torch.float64, device=given.device)
-    by_entry, by_token = torch.zeros_like(error), torch.zeros_like(error[0])
-    scale = torch.full_like(by_token, math.inf)
-    for some in zip(
-        *(torch.split(one, TOKENS_AT_ONCE) for one in (given, own, moved)), strict=True
-    ):
-        g, o, m = (one.double() for one in some)
-        square = (m - o).square()
-        by_entry += square.sum(0)
-        by_token = torch.maximum(by_token, square.mean(-1).max())
-        error = torch.maximum(error, (g - o).abs().amax(0))
-        scale = torch.minimum(scale, o.std(-1).min())
-    spread = torch.maximum(by_entry / len(given), by_token).sqrt()
-    return _Spread(error, spread, scale.item())
-
-
-def _output_with(cap: Capture, kernel: Callable[[AttentionCall], Tensor]) -> Tensor:
-    assert cap.lm is not None
-
-    def handle(call: AttentionCall, _: object) -> tuple[Tensor, None]:
-        return kernel(call).to(call.value.dtype).contiguous(), None
-
-    with torch.no_grad(), replaced(cap.lm.model, handle):
-        output = output_of(cap.lm.model(**cap.inputs), cap.lm.model, cap.output_padding)
-        return output.to(cap.output.device)
-
-
-def _formula(call: AttentionCall) -> Tensor:
-    return basis_of(call).output()
-
-
-def _moved(call: AttentionCall, generator: torch.Generator) -> Tensor:
-    """The formula's output, each number moved by its bound, up or down at random."""
-    batch, heads, queries, _ = call.query.shape
-    shape = (batch, queries, heads, call.value.shape[-1])
-    moved = call.query.new_empty(shape, dtype=torch.float64)
-    for rows in basis_of(call).outputs():
-        assert rows.bound is not None
-        sign = torch.randint(0, 2, rows.output.shape, generator=generator, dtype=torch.int8) * 2 - 1
-        number = torch.addcmul(rows.output, sign.to(rows.output), rows.bound)
-        moved[rows.text, rows.start : rows.stop, rows.heads] = number.transpose(0, 1)
-    return moved
-
-
 def _left_out(cap: Capture) -> str:
     """Which layers were not kept; empty where all were."""
     names = [f"{one.part} {one.layer}".strip() for one in cap.left_out]
@@ -359,7 +254,3 @@ def _layers_of(lm: LanguageModel | None) -> int | None:
     """How many layers the config speaks of, attention in them or not."""
     layers = getattr(getattr(lm and lm.model, "config", None), "num_hidden_layers", None)
     return layers if isinstance(layers, int) else None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -15,7 +15,7 @@ from attnprobe.formula import softmax
 from attnprobe.looking import position
 from attnprobe.projections import source
 from attnprobe.recompute import Attention, chosen
-from attnprobe.records import AttentionCall, Capture, captured, whole
+from attnprobe.records import AttentionCall, Capture, captured, dtype_name, whole
 from attnprobe.tables import styled
 from attnprobe.words import visible
 
@@ -121,7 +121,7 @@ def walkthrough(
         ),
         of=(
             f"{cap.lm.name if cap.lm is not None else 'a model'} in "
-            f"{str(call.dtype).removeprefix('torch.')}, {call.kernel} kernel: {visible(words.text)}"
+            f"{dtype_name(call.dtype)}, {call.kernel} kernel: {visible(words.text)}"
         ),
         sizes=_sizes(call, head),
         steps=steps,

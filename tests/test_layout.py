@@ -47,6 +47,7 @@ ORDER = [
     "checking.basis",
     "checking.checks",
     "checking.caches",
+    "checking.logits",
     "verification",
     "effects.sites",
     "effects.changes",

@@ -12,7 +12,7 @@ from attnprobe.effects.parts import Reader, parts_of
 from attnprobe.effects.residual import residual, stream_of
 from attnprobe.loading.continuations import NextToken, next_token
 from attnprobe.looking import position
-from attnprobe.records import Capture, captured, whole
+from attnprobe.records import Capture, captured, dtype_name, whole
 from attnprobe.tables import styled
 from attnprobe.words import Words, visible
 
@@ -181,7 +181,7 @@ def logit_contributions(
     frame.attrs = {"model": cap.lm.name, "text": words.text, "after": last, "token": at}
     frame.attrs |= {"word": tokens[0].word, "against": tokens[-1].word if tokens[1:] else None}
     frame.attrs |= {"unit": "logits", "logit_model": logit}
-    dtype = str(cap.calls[0].dtype).removeprefix("torch.")
+    dtype = dtype_name(cap.calls[0].dtype)
     return LogitContributions(
         title=f"What adds to {_named(tokens)}, after {last!r} (token {at})",
         of=f"{cap.lm.name} in {dtype}, {cap.calls[0].kernel} kernel: {visible(words.text)}",

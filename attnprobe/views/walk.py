@@ -12,7 +12,7 @@ from attnprobe.errors import InputError, NonFiniteError
 from attnprobe.looking import position
 from attnprobe.masks import MaskRule
 from attnprobe.recompute import Which, key_heads_of
-from attnprobe.records import AttentionCall, Capture, captured, whole
+from attnprobe.records import AttentionCall, Capture, captured, dtype_name, whole
 from attnprobe.views.colours import SIGNED, WEIGHTS
 from attnprobe.views.labels import columns_of, labels_of
 from attnprobe.views.messages import messages_in
@@ -78,7 +78,7 @@ def walkthrough_view(
     data = {
         **_held(picked),
         "model": cap.lm.name if cap.lm is not None else "",
-        "dtype": str(cap.call(picked.layers[0]).dtype).removeprefix("torch."),
+        "dtype": dtype_name(cap.call(picked.layers[0]).dtype),
         "word": at,
         "words": [
             {"label": label, "space": bool(one.space), "tokens": one.tokens}
