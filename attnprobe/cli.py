@@ -318,10 +318,9 @@ def ablate(
         options: dict[str, Any] = {"metric": metric, "target": target, "against": against}
         options |= {"how": how}
         from attnprobe.effects.ablation import head_effects, refuse_unknown
-        from attnprobe.models import load
 
         refuse_unknown(**options)  # before a model is loaded in vain
-        lm = load(model, revision=revision, dtype=dtype, attn=attn, device=device)
+        lm = _load(model, revision, dtype, attn, device)
         with progress("silencing heads") as show:
             frame = head_effects(lm, text, **options, progress=show)
         if out is not None and out.suffix.lower() in PICTURES:

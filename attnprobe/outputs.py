@@ -16,14 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnprobe.formula import tiles
+from attnprobe.formula import TILE_BYTES, tiles
 from attnprobe.masks import Rule
 from attnprobe.rounding import Arithmetic
 from attnprobe.rowbounds import RowBounds, holds
 from attnprobe.terms import PLAIN, Terms
-
-TILE_BYTES = 4 * 2**20
-"""The size of one tile of float64 scores to aim at, in bytes."""
 
 ROWS = 64
 """How many query rows are taken at a time. More cost more beyond the diagonal; with fewer, matrix

@@ -10,17 +10,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 
-from attnprobe.capturing import capture, nonfinite
+from attnprobe.capturing import Texts, capture
 from attnprobe.editing import changed, heads_by_layer
 from attnprobe.effects.changes import Change
-from attnprobe.effects.predicting import logits_of, texts_of
+from attnprobe.effects.predicting import logits_of, refuse_nonfinite, texts_of
 from attnprobe.effects.sites import ByText, Where
 from attnprobe.effects.trials import (
     Metric,
     MetricName,
-    Progress,
     refuse_unfit,
     refuse_unmeasured,
     trials,
@@ -28,6 +26,7 @@ from attnprobe.effects.trials import (
 from attnprobe.errors import InputError
 from attnprobe.models import as_language_model
 from attnprobe.records import Capture, LanguageModel, seeded
+from attnprobe.verification import Progress
 from attnprobe.words import read
 
 How = Literal["zero", "mean", "resample"]
@@ -35,7 +34,7 @@ How = Literal["zero", "mean", "resample"]
 
 def head_effects(
     lm: object,
-    texts: str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]],
+    texts: Texts,
     metric: MetricName = "loss",
     *,
     target: str | int | None = None,
@@ -104,8 +103,7 @@ def head_effects(
     for number, ids in enumerate(rows):
         count = goal.count(len(ids))
         logits = logits_of(lm.model, ids[None], last=goal.last)
-        if not torch.isfinite(logits).all():
-            raise nonfinite(lm, "the model's output", logits.dtype)
+        refuse_nonfinite(lm, logits)
         unchanged += count * float(goal.measure(logits, ids))
         for part, found in trials(cap, ids, len(pairs), silence, goal):
             values[part] += count * found.cpu()

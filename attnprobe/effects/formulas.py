@@ -11,11 +11,17 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from attnprobe.capturing import nonfinite
+from attnprobe.capturing import Texts
 from attnprobe.checking.basis import basis_of
 from attnprobe.editing import changed
 from attnprobe.effects.changes import Change
-from attnprobe.effects.predicting import Predictions, compared, logits_of, texts_of
+from attnprobe.effects.predicting import (
+    Predictions,
+    compared,
+    logits_of,
+    refuse_nonfinite,
+    texts_of,
+)
 from attnprobe.effects.sites import Where
 from attnprobe.errors import ModelError
 from attnprobe.formula import Tile
@@ -33,7 +39,7 @@ COLUMNS = (
 
 def term_effects(
     lm: object,
-    text: str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]],
+    text: Texts,
     *,
     progress: Progress | None = None,
 ) -> pd.DataFrame:
@@ -260,8 +266,7 @@ def _unchanged(lm: LanguageModel, ids: Tensor, own: _Own, weights: _Weights) -> 
     if unseen or not own.factors:
         reason = str(unseen[0]) if unseen else "it has no softmax attention to be seen"
         raise ModelError(f"{type(lm.model).__name__} cannot be changed: {reason}")
-    if not torch.isfinite(logits).all():
-        raise nonfinite(lm, "the model's output", logits.dtype)
+    refuse_nonfinite(lm, logits)
     return logits
 
 

@@ -17,10 +17,11 @@ from attnprobe.editing import changed
 from attnprobe.effects.changes import Change
 from attnprobe.effects.predicting import logits_of, refuse_encoder_decoder
 from attnprobe.effects.sites import ByText, Where
-from attnprobe.effects.trials import Metric, Progress, refuse_unfit, trials
+from attnprobe.effects.trials import Metric, refuse_unfit, trials
 from attnprobe.errors import InputError, ModelError
 from attnprobe.models import as_language_model
 from attnprobe.records import Capture
+from attnprobe.verification import Progress
 
 PatchBy = Literal["position", "head"]
 What = Literal["head_output", "residual"]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnprobe.capturing import refuse_random
+from attnprobe.capturing import Texts, nonfinite, refuse_random
 from attnprobe.errors import InputError, ModelError
 from attnprobe.loading.encoding import accepted, encode
 from attnprobe.records import LanguageModel
@@ -18,7 +17,7 @@ TOKENS_AT_ONCE = 64
 """How many tokens' logits are compared in float64 at a time."""
 
 
-def texts_of(lm: LanguageModel, text: Any, least: int = 2) -> list[Tensor]:
+def texts_of(lm: LanguageModel, text: Texts, least: int = 2) -> list[Tensor]:
     """The token ids of each text, (T,) int64: they run one by one, so that nothing is padded.
 
     Args:
@@ -39,14 +38,23 @@ def texts_of(lm: LanguageModel, text: Any, least: int = 2) -> list[Tensor]:
             "AutoModelForCausalLM loads"
         )
     refuse_random(lm.model)
-    batch = encode(lm, text, padding_side="right")
-    ids = [row[here] for row, here in zip(batch.inputs["input_ids"], batch.padding, strict=True)]
+    ids = unpadded(lm, text)
     for number, one in enumerate(ids):
         if len(one) < least:
             raise InputError(
                 f"text {number} has one token, and no next one to predict: give at least two"
             )
     return ids
+
+
+def unpadded(lm: LanguageModel, text: Texts) -> list[Tensor]:
+    """The token ids of each text, (T,) int64.
+
+    Raises:
+        InputError: as `capture`.
+    """
+    batch = encode(lm, text, padding_side="right")
+    return [row[here] for row, here in zip(batch.inputs["input_ids"], batch.padding, strict=True)]
 
 
 def refuse_encoder_decoder(model: nn.Module) -> None:
@@ -80,6 +88,16 @@ def logits_of(model: nn.Module, ids: Tensor, *, last: bool = False) -> Tensor:
             "language-model head"
         )
     return logits[:, -1:] if last else logits
+
+
+def refuse_nonfinite(lm: LanguageModel, logits: Tensor) -> None:
+    """Refuse logits of a model as it is, which all else is held against, that are no numbers.
+
+    Raises:
+        NonFiniteError: NaN or infinity among them; the message names the weight.
+    """
+    if not torch.isfinite(logits).all():
+        raise nonfinite(lm, "the model's output", logits.dtype)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,6 @@ BYTES_AT_ONCE = 2**28
 MetricName = Literal["loss", "logit", "logit_difference"]
 METRICS: tuple[MetricName, ...] = ("loss", "logit", "logit_difference")
 
-Progress = Callable[[str, int, int], None]
-
 
 @dataclass(frozen=True)
 class Metric:

@@ -9,12 +9,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from attnprobe.capturing import forward
+from attnprobe.capturing import Texts, forward
 from attnprobe.checking.basis import basis_of
-from attnprobe.effects.predicting import refuse_encoder_decoder
+from attnprobe.effects.predicting import refuse_encoder_decoder, unpadded
 from attnprobe.errors import InputError, ModelError
 from attnprobe.formula import TILE_BYTES, scores, softmax
-from attnprobe.loading.encoding import encode
 from attnprobe.masks import Allowing, MaskRule
 from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, seeded, whole
@@ -36,7 +35,7 @@ COLUMNS = (
 
 def scale_variance(
     lm: object,
-    text: str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]],
+    text: Texts,
     *,
     sizes: Sequence[int] = SIZES,
     seed: int = 0,
@@ -162,11 +161,10 @@ class _Moments:
             yield {"d_k": self.head_size, "pairs": int(count), **numbers}
 
 
-def _of_model(lm: object, text: Any) -> dict[int, _Moments]:
+def _of_model(lm: object, text: Texts) -> dict[int, _Moments]:
     """By layer, over all texts."""
     lm = as_language_model(lm)
     refuse_encoder_decoder(lm.model)
-    batch = encode(lm, text, padding_side="right")
     layers: dict[int, _Moments] = {}
 
     def take(call: AttentionCall) -> None:
@@ -175,8 +173,8 @@ def _of_model(lm: object, text: Any) -> dict[int, _Moments]:
             query, key = call.query.double() / call.scaled_before, call.key.double()
             layers.setdefault(call.layer, own).add(query, key, basis_of(call).rule)
 
-    for ids, tokens in zip(batch.inputs["input_ids"], batch.padding, strict=True):
-        cap = forward(lm, ids[tokens], None, None, take)
+    for ids in unpadded(lm, text):
+        cap = forward(lm, ids, None, None, take)
         if cap.unseen:
             raise ModelError(f"{type(lm.model).__name__}: {cap.unseen[0]}")
     return layers
