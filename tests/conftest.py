@@ -5,14 +5,12 @@ import torch
 import transformers
 from browser import Tab, chromium, opened
 from playwright.sync_api import Browser
-from samples import IDS
+from samples import IDS, mistral
 from transformers import (
     BertConfig,
     BertModel,
     GPT2Config,
     GPT2LMHeadModel,
-    MistralConfig,
-    MistralForCausalLM,
 )
 
 import attnprobe as ap
@@ -69,19 +67,7 @@ def bidirectional():
 @pytest.fixture
 def grouped():
     """A small Mistral: 2 layers, 6 heads of 10 on 3 key heads, a window of 4."""
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=101,
-        hidden_size=60,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=10,
-        intermediate_size=70,
-        sliding_window=4,
-        initializer_range=0.5,
-    )
-    return ap.capture(MistralForCausalLM(config).eval(), IDS)
+    return ap.capture(mistral(), IDS)
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""What tests of pictures and pages show."""
+"""What tests share: token ids, a small model with grouped key heads, hostile texts."""
+
+import torch
+from transformers import MistralConfig, MistralForCausalLM
 
 IDS = [5, 17, 23, 8, 4, 42, 99, 3, 77, 61, 12]
 
@@ -17,3 +20,20 @@ HOSTILE = [
     "x\u202egpj.exe",
     "\uffff",
 ]
+
+
+def mistral(window=4):
+    """A random Mistral with sharp attention: 2 layers, 6 heads of 10 on 3 key heads, 101 ids."""
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=101,
+        hidden_size=60,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=10,
+        intermediate_size=70,
+        sliding_window=window,
+        initializer_range=0.5,
+    )
+    return MistralForCausalLM(config).eval()

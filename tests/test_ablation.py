@@ -7,7 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2Model, MistralConfig, MistralForCausalLM
+from samples import mistral
+from transformers import BertConfig, BertForMaskedLM, GPT2Model
 
 import attnprobe as ap
 from attnprobe.effects import trials
@@ -77,19 +78,7 @@ def test_a_silenced_head_is_as_one_without_its_rows_of_w_o(model, metric):
 
 
 def test_heads_that_share_keys_are_silenced_one_by_one():
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=101,
-        hidden_size=60,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=10,
-        intermediate_size=70,
-        sliding_window=4,
-        initializer_range=0.5,
-    )
-    model = MistralForCausalLM(config).eval().double()
+    model = mistral().double()
     frame = ap.head_effects(model, TEXTS)
     wanted = []
     for layer, head in zip(frame["layer"], frame["head"], strict=True):

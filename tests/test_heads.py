@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertModel, MistralConfig, MistralForCausalLM
+from samples import mistral
+from transformers import BertConfig, BertModel
 
 import attnprobe as ap
 
@@ -23,19 +24,6 @@ def bert():
     torch.manual_seed(0)
     config = BertConfig(**SHARP, intermediate_size=70, initializer_range=0.5)
     return BertModel(config).eval()
-
-
-def mistral():
-    torch.manual_seed(0)
-    config = MistralConfig(
-        **SHARP,
-        num_key_value_heads=3,
-        head_dim=10,
-        intermediate_size=70,
-        sliding_window=4,
-        initializer_range=0.5,
-    )
-    return MistralForCausalLM(config).eval()
 
 
 def captured(model, ids, **options):

@@ -4,11 +4,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from samples import mistral as small_mistral
 from transformers import (
     AlbertConfig,
     AlbertForMaskedLM,
-    MistralConfig,
-    MistralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -29,19 +28,7 @@ def model(gpt2):
 
 @pytest.fixture
 def mistral():
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=101,
-        hidden_size=60,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=10,
-        intermediate_size=70,
-        sliding_window=None,
-        initializer_range=0.5,
-    )
-    return MistralForCausalLM(config).eval().double()
+    return small_mistral(window=None).double()
 
 
 @torch.no_grad()
