@@ -10,9 +10,10 @@ from torch import Tensor
 
 from attnprobe.checking.basis import basis_of
 from attnprobe.errors import InputError
-from attnprobe.formula import capped, tiles
+from attnprobe.formula import capped
 from attnprobe.formula import scores as dot_products
 from attnprobe.masks import Rule
+from attnprobe.outputs import weights as softmax_weights
 from attnprobe.records import AttentionCall, Capture, captured, whole
 from attnprobe.terms import Terms
 from attnprobe.words import By, Words
@@ -121,12 +122,7 @@ class Attention:
         """Of query (h, T, D), and key and value (g, S, D or Dv), of which each serves h/g heads."""
         self._operands, self._rule, self.key_words = (query, key, value), rule, key_words
         self.scaling, self.terms, self.words = scaling, terms, words
-        first, last, _ = rows.indices(query.shape[1])
-        self.weights = query.new_zeros(len(query), last - first, rule.keys, dtype=torch.float64)
-        operands = (query[None], key[None], value[None])
-        for tile in tiles(*operands, rule, scaling, terms, rows=rows):
-            here = slice(tile.start - first, tile.stop - first)
-            self.weights[:, here, : tile.weights.shape[-1]] = tile.weights[0]
+        self.weights = softmax_weights(query, key, rule, scaling, terms, rows=rows)
 
     @cached_property
     def query(self) -> Tensor:
