@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -44,7 +45,7 @@ def weights(
             be its own (the message says why).
     """
     heads = chosen(head, captured(cap).call(layer).heads, "head")
-    found, _ = Attention.of(cap, layer, heads, text, cross=True).shown(by)
+    found, _ = Attention.of(cap, layer, heads, text, cross=True).shown.by(by)
     return found if head is None or isinstance(head, Iterable) else found[0]
 
 
@@ -97,6 +98,36 @@ def chosen(which: Which, count: int, what: str) -> list[int]:
     return numbers
 
 
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """Weights of some heads to show, (h, N, M) float64, where they may lie, and how it is read.
+
+    Attributes:
+        weights: (h, N, M), a row for each query.
+        allowed: (N, M) bool.
+        words, key_words: of the queries and of the keys.
+        sinks: the model's, where it has some: then rows sum to less than 1.
+    """
+
+    weights: Tensor
+    allowed: Tensor
+    words: Words
+    key_words: Words
+    sinks: Tensor | None
+
+    def by(self, by: By) -> tuple[Tensor, Tensor]:
+        """`weights` and `allowed`, by token, as they are, or by word.
+
+        Raises:
+            InputError: an unknown `by`.
+        """
+        self.words.labels(by)
+        if by == "token":
+            return self.weights, self.allowed
+        allowed = to_words(self.allowed.double(), self.words, self.key_words) > 0
+        return to_words(self.weights, self.words, self.key_words), allowed
+
+
 class Attention:
     """Scores and weights of some heads of one layer among one text's own tokens, all float64.
 
@@ -121,7 +152,7 @@ class Attention:
     ) -> None:
         """Of query (h, T, D), and key and value (g, S, D or Dv), of which each serves h/g heads."""
         self._operands, self._rule, self.key_words = (query, key, value), rule, key_words
-        self.scaling, self.terms, self.words = scaling, terms, words
+        self.scaling, self.terms, self.words, self._rows = scaling, terms, words, rows
         self.weights = softmax_weights(query, key, rule, scaling, terms, rows=rows)
 
     @cached_property
@@ -144,9 +175,11 @@ class Attention:
 
     @cached_property
     def allowed(self) -> Tensor:
-        """Where a query may attend, (T, T) bool."""
-        device = self._operands[0].device
-        return self._rule.allowed(keys=self._rule.keys, device=device)[0].any(0)
+        """Where a query may attend, (T, T) bool, or (t, T) for the rows asked for."""
+        query = self._operands[0]
+        first, last, _ = self._rows.indices(query.shape[1])
+        found = self._rule.allowed(first, last, keys=self._rule.keys, device=query.device)
+        return found[0].any(0)
 
     @cached_property
     def raw(self) -> Tensor:
@@ -178,17 +211,10 @@ class Attention:
                 f"{' and '.join(more)}: use walkthrough, table or attention_view"
             )
 
-    def shown(self, by: By) -> tuple[Tensor, Tensor]:
-        """The weights, (h, N, N), and where a query may attend, (N, N) bool; by token or by word.
-
-        Raises:
-            InputError: an unknown `by`.
-        """
-        self.words.labels(by)
-        if by == "token":
-            return self.weights, self.allowed
-        allowed = to_words(self.allowed.double(), self.words, self.key_words) > 0
-        return to_words(self.weights, self.words, self.key_words), allowed
+    @property
+    def shown(self) -> Shown:
+        """What views show of it."""
+        return Shown(self.weights, self.allowed, self.words, self.key_words, self.terms.sinks)
 
     @classmethod
     def of(

@@ -59,6 +59,7 @@ ORDER = [
     "effects.patching",
     "effects.variance",
     "recompute",
+    "stretch",
     "looking",
     "heads",
     "remarks",
