@@ -277,7 +277,7 @@ def view(
     """
     with exits():
         chosen = kind_of(kind)
-        asked = {"layer": layer, "head": head, "by": "word" if by_word else None}
+        asked: dict[str, Any] = {"layer": layer, "head": head, "by": "word" if by_word else None}
         asked |= {"word": word, "nth": nth, "lang": lang}
         asked["span"] = None if span is None else span_of(span)
         given: dict[str, Any] = {name: one for name, one in asked.items() if one is not None}
