@@ -9,11 +9,9 @@ from typing import Literal
 from attnprobe.effects.changes import Change, HeadOutput, Scale, Weights, one_of
 from attnprobe.effects.sites import Part, Where
 from attnprobe.errors import InputError
-from attnprobe.hooks import replaced
+from attnprobe.hooks import replaced, replacing
 from attnprobe.models import as_language_model
 from attnprobe.records import Capture, UnseenAttention, seeded, whole
-
-_edited: list[object] = []  # the models of the edits that are open
 
 
 @contextmanager
@@ -73,7 +71,8 @@ def edit(
     Raises:
         InputError: an unknown option; where without what; a head that is not there, or a part,
             layer or position (these when the block ends, if the model ran: no change goes unmade in
-            silence); a capture of other shapes; an edit inside another.
+            silence); a capture of other shapes; an edit inside another; when the block ends: the
+            model ran, but in other threads only, which are not changed.
         ModelError: out of the forward: attention that the formula here does not hold for, or whose
             M is not known where the mask is to change; a mask that opens a cache's past; a backward
             pass through what was computed here. When the block ends: attention to be changed that
@@ -104,15 +103,11 @@ def edit(
 def changed(lm: object, change: Change) -> Iterator[list[UnseenAttention]]:
     """As `edit`, for a change that is made; yields what could not be seen, and ran as it was."""
     model = as_language_model(lm).model
-    if any(one is model for one in _edited):
+    if replacing(model):
         raise InputError("this model is being edited already: give all changes to one edit")
-    _edited.append(model)
-    try:
-        patch = change.patch if change.operands else None
-        with replaced(model, change.handle, patch) as unseen:
-            yield unseen
-    finally:
-        _edited[:] = [one for one in _edited if one is not model]
+    patch = change.patch if change.operands else None
+    with replaced(model, change.handle, patch) as unseen:
+        yield unseen
 
 
 def _numbers(given: Iterable[int] | None, what: str) -> frozenset[int] | None:

@@ -31,6 +31,7 @@ from attnprobe.seam.inspecting import (
     torchs_attention,
 )
 from attnprobe.seam.interception import Handler, Interception, KernelOutput
+from attnprobe.seam.interrupts import uninterrupted
 
 SEAM = ("module", "query", "key", "value", "attention_mask")
 """What every kernel is called with first, whatever it calls them itself."""
@@ -38,7 +39,8 @@ SEAM = ("module", "query", "key", "value", "attention_mask")
 _PREPARING = "prepare_inputs_for_generation"
 """The method by which `generate` makes each forward's arguments."""
 
-_interceptions: list[Interception] = []
+# Those that are open, in all threads; never changed, only exchanged: other threads are reading it.
+_interceptions: tuple[Interception, ...] = ()
 _prepared_by: dict[nn.Module, Any] = {}  # what a model had in place of its class's method
 _lock = threading.Lock()
 _get_interface = AttentionInterface.get_interface
@@ -56,14 +58,20 @@ def probe(lm: object) -> Iterator[Calls]:
         A list of `AttentionCall`s that fills as the model runs, in order. The model computes what
         it would have computed without the probe, with the same kernel, bit for bit. `verify` takes
         the list. What gradient checkpointing runs again in the backward pass is not seen twice.
+        What other threads run on the model meanwhile is theirs: it is neither seen nor changed.
 
     Raises:
-        InputError: no model.
+        InputError: no model; when the block ends: the model ran, but in other threads only.
         ModelError: a model, or a part of one, that torch.compile has compiled; out of `generate`,
             when it is about to compile the model.
     """
     with watched(as_language_model(lm).model) as calls:
         yield calls
+
+
+def replacing(model: nn.Module) -> bool:
+    """Whether this thread runs the model with something in place of its kernels: see `replaced`."""
+    return any(one.replaces and one.model is model and one.here for one in _interceptions)
 
 
 @contextmanager
@@ -109,9 +117,10 @@ def watched(
                     take(call)
             calls.clear()
 
-    interception = Interception(model, watch, leave, unseen=calls.unseen)
+    interception = Interception(model, watch, leave, places.clear, unseen=calls.unseen)
     with _intercept(interception):
         yield calls
+    interception.refuse_elsewhere()
     hand_over()  # of modules that were run past their hooks
 
 
@@ -137,6 +146,7 @@ def replaced(
     interception = Interception(model, handle, replaces=True, patch=patch)
     with _intercept(interception):
         yield interception.unseen
+    interception.refuse_elsewhere()
 
 
 def _refuse_compiled(model: nn.Module) -> None:
@@ -160,45 +170,65 @@ def _is_compiled(function: Callable[..., Any]) -> bool:
 @contextmanager
 def _intercept(interception: Interception) -> Iterator[None]:
     """Hook the model and open the seam; both are as before when the block ends, however it ends."""
-    torchs_own = torchs_attention(interception.names)
-    with ExitStack() as stack:
-        for module in interception.names:
-            if isinstance(module, PreTrainedModel) or module is interception.model:
-                enter, leave = interception.enter_model, interception.leave_model
-            elif asks_for_kernel(forward_of(type(module))) or module in torchs_own:
-                enter, leave = interception.enter_attention, interception.leave_attention
-            elif computes_softmax(type(module)):  # type: ignore[arg-type]
-                enter, leave = interception.enter_own, interception.leave_own
-                interception.follows = True
-            else:
-                continue
-            before = module.register_forward_pre_hook(enter, with_kwargs=True)
-            stack.callback(before.remove)
-            # always_call: an exception in the forward must not leave the stacks unbalanced.
-            after = module.register_forward_hook(leave, always_call=True)
-            stack.callback(after.remove)
-        stack.callback(interception.following.close)
-        for layer in interception.apart:
-            after = layer.register_forward_hook(interception.leave_output_layer)
-            stack.callback(after.remove)
-        with _lock:
-            for module in _generating(interception):
-                _watch_preparing(module)
-            _interceptions.append(interception)
-            # Replacements stand nearest to the kernel: a probe sees what they computed.
-            _interceptions.sort(key=lambda one: not one.replaces)
-            AttentionInterface.get_interface = _get_watched_interface
-            PreTrainedModel.get_compiled_call = _refuse_compiling
+    with ExitStack() as stack:  # the last word, should Ctrl-C come between the lines below
         try:
+            with uninterrupted():
+                stack.callback(interception.following.close)
+                _hook(interception, stack)
+                _open_seam(interception, stack)
             yield
         finally:
-            with _lock:
-                _interceptions.remove(interception)
-                for module in _generating(interception):
-                    _unwatch_preparing(module)
-                if not _interceptions:
-                    AttentionInterface.get_interface = _get_interface
-                    PreTrainedModel.get_compiled_call = _get_compiled_call
+            with uninterrupted():
+                stack.close()
+
+
+def _hook(interception: Interception, stack: ExitStack) -> None:
+    """Put forward hooks on the modules; the stack takes them away."""
+    torchs_own = torchs_attention(interception.names)
+    hook = interception.hook
+    for module in interception.names:
+        if isinstance(module, PreTrainedModel) or module is interception.model:
+            enter, leave = interception.enter_model, interception.leave_model
+        elif asks_for_kernel(forward_of(type(module))) or module in torchs_own:
+            enter, leave = interception.enter_attention, interception.leave_attention
+        elif computes_softmax(type(module)):  # type: ignore[arg-type]
+            enter, leave = interception.enter_own, interception.leave_own
+            interception.follows = True
+        else:
+            continue
+        before = module.register_forward_pre_hook(hook(enter), with_kwargs=True)
+        stack.callback(before.remove)
+        # always_call: an exception in the forward must not leave the stacks unbalanced.
+        after = module.register_forward_hook(hook(leave), always_call=True)
+        stack.callback(after.remove)
+    for layer in interception.apart:
+        after = layer.register_forward_hook(hook(interception.leave_output_layer))
+        stack.callback(after.remove)
+
+
+def _open_seam(interception: Interception, stack: ExitStack) -> None:
+    """Add an interception to those that the seam's calls go through; the stack takes it away."""
+    global _interceptions
+    stack.callback(_close_seam, interception)
+    with _lock:
+        for module in _generating(interception):
+            _watch_preparing(module)
+        # Replacements stand nearest to the kernel: a probe sees what they computed.
+        opened = (*_interceptions, interception)
+        _interceptions = tuple(sorted(opened, key=lambda one: not one.replaces))
+        AttentionInterface.get_interface = _get_watched_interface
+        PreTrainedModel.get_compiled_call = _refuse_compiling
+
+
+def _close_seam(interception: Interception) -> None:
+    global _interceptions
+    with _lock:
+        _interceptions = tuple(one for one in _interceptions if one is not interception)
+        for module in _generating(interception):
+            _unwatch_preparing(module)
+        if not _interceptions:
+            AttentionInterface.get_interface = _get_interface
+            PreTrainedModel.get_compiled_call = _get_compiled_call
 
 
 def _generating(interception: Interception) -> list[Any]:
@@ -219,7 +249,7 @@ def _watch_preparing(model: Any) -> None:
     def watched_preparing(*args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs: dict[str, Any] = prepare(*args, **kwargs)
         for one in _interceptions:
-            if model in one.names:
+            if model in one.names and one.here:
                 one.note_prepared(kwargs, inputs)
         return inputs
 
@@ -228,6 +258,8 @@ def _watch_preparing(model: Any) -> None:
 
 
 def _unwatch_preparing(model: Any) -> None:
+    if model not in _prepared_by:
+        return
     own = _prepared_by.pop(model)
     delattr(model, _PREPARING)
     if own is not None:
@@ -237,7 +269,7 @@ def _unwatch_preparing(model: Any) -> None:
 def _refuse_compiling(self: PreTrainedModel, compile_config: Any) -> Callable[..., Any]:
     """Stands in for what gives `generate` compiled code where a cache has fixed places."""
     call: Callable[..., Any] = _get_compiled_call(self, compile_config)
-    if _is_compiled(call) and any(self in one.names for one in _interceptions):
+    if _is_compiled(call) and any(self in one.names and one.here for one in _interceptions):
         raise ModelError(
             "generate would compile the model, and compiled code runs past what watches it: give "
             "generate disable_compile=True"
@@ -264,7 +296,7 @@ def _watched_kernel(
     concerned = [
         one
         for one in _interceptions
-        if module in one.names and (one.replaces or not one.runs_again)
+        if module in one.names and one.here and (one.replaces or not one.runs_again)
     ]
     if not concerned:
         return run()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,9 @@ _UNUSABLE = (
     SafetensorError,
     StrictDataclassError,
 )
+
+
+_loading = threading.Lock()  # transformers' verbosity, and torch's dtype meanwhile, are global
 
 
 def load(
@@ -84,7 +88,7 @@ def load(
     with _refusing(name):
         place = locate(name, revision, trust_remote_code)
         options = {"local_files_only": True, "trust_remote_code": trust_remote_code} | place.gguf
-        with _quiet():
+        with _loading, _quiet():
             model = _model(place, weights_dtype, kernel, options)
             tokenizer = _tokenizer(place, options)
         model.eval().to(where)

@@ -35,6 +35,7 @@ ORDER = [
     "loading.encoding",
     "loading.continuations",
     "seam.inspecting",
+    "seam.interrupts",
     "seam.following",
     "seam.interception",
     "hooks",

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import wrap
@@ -180,7 +181,8 @@ def write(out: Path, content: str | bytes) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise AttnprobeError(f"cannot write {out}: {error.strerror}") from error
-    beside = out.with_name(f".attnprobe.{os.getpid()}")  # short: the name itself may be too long
+    # Short, as the name itself may be too long; and no other process's or thread's.
+    beside = out.with_name(f".attnprobe.{os.getpid()}.{threading.get_native_id()}")
     try:
         beside.write_bytes(content if isinstance(content, bytes) else content.encode())
         beside.replace(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -43,7 +44,8 @@ def check_file(out: Path | None, suffixes: tuple[str, ...] = PAGE) -> None:
     """Refuse, before any work, a file that could not be written, or whose name ends otherwise.
 
     Raises:
-        InputError: there is no such folder; it is no file; its name ends in none of `suffixes`.
+        InputError: there is no such folder, or none to write to; it is no file; its name ends in
+            none of `suffixes`.
     """
     if out is None:
         return
@@ -52,6 +54,8 @@ def check_file(out: Path | None, suffixes: tuple[str, ...] = PAGE) -> None:
             raise InputError(f"cannot write {out}: there is no folder {out.parent}")
         if out.exists() and not out.is_file():
             raise InputError(f"cannot write {out}: it is not a file")
+        if not os.access(out.resolve().parent, os.W_OK):
+            raise InputError(f"cannot write {out}: nothing may be written to {out.parent}")
     except OSError as error:
         raise InputError(f"cannot write {out}: {error.strerror}") from None
     if suffixes and out.suffix.lower() not in suffixes:

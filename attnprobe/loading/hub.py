@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import queue
 import threading
 from pathlib import Path
@@ -25,6 +27,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import httpx, validate_repo_id  # type: ignore[attr-defined]
 
 from attnprobe.errors import ModelError
@@ -34,6 +37,9 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 _DOWNLOADS = ["*.json", "*.txt", "*.model", "*.jinja", "model.safetensors*", "model-*.safetensors"]
 _PROBE_SECONDS = 4
+
+Reached = tuple[str | None, str]
+"""A model's commit on the hub, or None and why the hub is not reached."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +59,9 @@ def fetch(source: str, revision: str | None = None, *, code: bool = False) -> Pa
         raise ModelError(
             f"there is no folder {source!r}, and it cannot be a hub id. {_what_works()}"
         ) from None
-    unreachable = _why_unreachable(source, revision)
-    if unreachable is None:
-        return _download(source, revision, code)
+    commit, unreachable = _reach(source, revision)
+    if commit is not None:
+        return _download(source, revision, commit, code)
     config = try_to_load_from_cache(source, "config.json", revision=revision)
     if not isinstance(config, str):
         at = "" if revision is None else f" at revision {revision!r}"
@@ -67,8 +73,8 @@ def fetch(source: str, revision: str | None = None, *, code: bool = False) -> Pa
     return Path(config).parent
 
 
-def _why_unreachable(source: str, revision: str | None) -> str | None:
-    """Ask the hub for the model's config: None if it is there, the reason if the hub is not.
+def _reach(source: str, revision: str | None) -> Reached:
+    """Ask the hub for the model's config: its commit if it is there, the reason if the hub is not.
 
     The question is asked in a thread that can be left behind: a name look-up knows no timeout.
 
@@ -76,23 +82,23 @@ def _why_unreachable(source: str, revision: str | None) -> str | None:
         ModelError: the hub's answer is no.
     """
     if is_offline_mode():
-        return "HF_HUB_OFFLINE is set"
-    answers: queue.SimpleQueue[str | ModelError | None] = queue.SimpleQueue()
+        return None, "HF_HUB_OFFLINE is set"
+    answers: queue.SimpleQueue[Reached | ModelError] = queue.SimpleQueue()
     threading.Thread(target=lambda: answers.put(_ask(source, revision)), daemon=True).start()
     try:
         answer = answers.get(timeout=_PROBE_SECONDS + 1)
     except queue.Empty:
-        return f"no answer within {_PROBE_SECONDS + 1} seconds"
+        return None, f"no answer within {_PROBE_SECONDS + 1} seconds"
     if isinstance(answer, ModelError):
         raise answer
     return answer
 
 
-def _ask(source: str, revision: str | None) -> str | ModelError | None:
+def _ask(source: str, revision: str | None) -> Reached | ModelError:
     url = hf_hub_url(source, "config.json", revision=revision)
     page = f"{constants.ENDPOINT}/{source}"
     try:
-        get_hf_file_metadata(url, timeout=_PROBE_SECONDS)
+        commit = get_hf_file_metadata(url, timeout=_PROBE_SECONDS).commit_hash
     except GatedRepoError:
         return ModelError(
             f"{source!r} is gated: ask for access at {page}, then log in with `hf auth login`"
@@ -111,24 +117,65 @@ def _ask(source: str, revision: str | None) -> str | ModelError | None:
                 f"there is no folder {source!r}, and the hub shows no such model to you (status "
                 f"{status}): check the name, or log in with `hf auth login` if it is private"
             )
-        return f"it answers with status {status}"
+        return None, f"it answers with status {status}"
     except (httpx.HTTPError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+        return None, f"{type(error).__name__}: {error}"
+    return (None, "its answer names no commit") if commit is None else (commit, "")
 
 
-def _download(source: str, revision: str | None, code: bool) -> Path:
+def _download(source: str, revision: str | None, commit: str, code: bool) -> Path:
+    """Download one commit. Only when all of it is here, and is what the hub says, does the cache's
+    note of the revision name it: until then, what was there before is what is taken offline."""
+    cache = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=source, repo_type="model")
+    note = cache / "refs" / (revision or constants.DEFAULT_REVISION)
     try:
-        folder = snapshot_download(
-            source,
-            revision=revision,
-            allow_patterns=[*_DOWNLOADS, "*.py"] if code else _DOWNLOADS,
-            ignore_patterns=None if code else ["*/*"],  # other frameworks' weights, examples
-            etag_timeout=_PROBE_SECONDS,
+        known = revision == commit or (note.is_file() and note.read_text() == commit)
+        held = set((cache / "blobs").glob("*"))
+        folder = Path(
+            snapshot_download(
+                source,
+                revision=commit,
+                allow_patterns=[*_DOWNLOADS, "*.py"] if code else _DOWNLOADS,
+                ignore_patterns=None if code else ["*/*"],  # other frameworks' weights, examples
+                etag_timeout=_PROBE_SECONDS,
+            )
         )
+        _check_content(source, folder, held if known else set())
+        if not known:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            beside = note.with_name(f"{note.name}.{os.getpid()}")
+            beside.write_text(commit)
+            beside.replace(note)
     except (httpx.HTTPError, OSError, ValueError) as error:
         raise ModelError(f"the download of {source!r} failed: {error}") from error
-    return Path(folder)
+    return folder
+
+
+def _check_content(source: str, folder: Path, held: set[Path]) -> None:
+    """Compare files with the hub's checksums, by which the cache names them; `held` were before.
+
+    Raises:
+        ModelError: one differs; it is taken out of the cache.
+    """
+    before = {one.resolve() for one in held}
+    for file in folder.rglob("*"):
+        blob = file.resolve()
+        if not file.is_symlink() or blob in before:
+            continue
+        with blob.open("rb") as content:
+            if len(blob.name) == 64:
+                found = hashlib.file_digest(content, "sha256").hexdigest()
+            else:  # as git names it
+                header = b"blob %d\0" % blob.stat().st_size
+                found = hashlib.sha1(header + content.read()).hexdigest()
+        if found != blob.name:
+            file.unlink()
+            blob.unlink()
+            raise ModelError(
+                f"the download of {source!r} failed: the content of {file.name} is not what the "
+                f"hub's checksum says ({found[:12]}…, expected {blob.name[:12]}…). It was removed: "
+                "try again"
+            )
 
 
 def _what_works() -> str:

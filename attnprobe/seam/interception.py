@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,11 +16,12 @@ from transformers import Cache, QuantizedCache
 from attnprobe.architecture import additions, facts
 from attnprobe.architecture.known import KNOWN_TYPES
 from attnprobe.architecture.layouts import layout_of
-from attnprobe.errors import ModelError
+from attnprobe.errors import InputError, ModelError
 from attnprobe.records import AttentionCall, Cached, Kind, UnseenAttention, part_of, writes
 from attnprobe.rounding import operand_unit
 from attnprobe.seam.following import Following
 from attnprobe.seam.inspecting import arguments_of, asks_for_kernel, computes_softmax, forward_of
+from attnprobe.seam.interrupts import modules_around
 from attnprobe.terms import Terms
 
 KernelOutput = tuple[Tensor, Tensor | None]
@@ -56,12 +58,17 @@ class Interception:
     model: nn.Module
     handle: Handler
     leave: Callable[[nn.Module, Any], None] | None = None
+    forget: Callable[[], object] | None = None  # called where a forward was left half-way
     replaces: bool = False
     patch: Callable[[AttentionCall], dict[str, Tensor]] | None = None
     names: dict[nn.Module, str] = field(default_factory=dict)
     parents: dict[nn.Module, nn.Module] = field(default_factory=dict)
     apart: dict[nn.Module, nn.Module] = field(default_factory=dict)  # W_O -> its attention module
-    frames: list[dict[str, Any]] = field(default_factory=list)  # arguments of the models running
+    thread: int = field(default_factory=threading.get_ident)  # the one that opened it
+    ran: bool = False  # whether the model ran in that thread,
+    ran_elsewhere: bool = False  # and in others
+    running: list[nn.Module] = field(default_factory=list)  # models within the model that run
+    frames: list[dict[str, Any]] = field(default_factory=list)  # their arguments
     inside: list[_Entered] = field(default_factory=list)  # attention modules running
     unseen: list[UnseenAttention] = field(default_factory=list)
     counts: dict[tuple[str, bool | None], int] = field(
@@ -94,8 +101,55 @@ class Interception:
                 if layer is not None:
                     self.apart[layer] = module
 
+    @property
+    def here(self) -> bool:
+        """Whether what runs now is of the thread that opened this; or, of a replacement, a backward
+        pass, which torch may run in threads of its own."""
+        own = threading.get_ident() == self.thread
+        return own or (self.replaces and torch._C._current_graph_task_id() != -1)
+
+    def hook(self, method: Callable[..., None]) -> Callable[..., None]:
+        """A method as a forward hook, for the forwards of this interception's thread alone."""
+
+        def run(*given: Any) -> None:  # another thread may be about to call what is taken away
+            if self.here:
+                self.ran = True
+                method(*given)
+            else:
+                self.ran_elsewhere = True
+
+        return run
+
+    def refuse_elsewhere(self) -> None:
+        """Refuse a block in which the model ran, but not in the block's own thread.
+
+        Raises:
+            InputError: this is so.
+        """
+        if self.ran_elsewhere and not self.ran:
+            raise InputError(
+                "the model ran in another thread than the one that opened the block, which is seen "
+                "and changed in its own thread alone: open it in the thread that runs the model"
+            )
+
+    def _forget_what_was_left(self) -> None:
+        """Drop what stopped half-way: torch calls no hook of it after a KeyboardInterrupt."""
+        still = modules_around()
+        if self.running[-1] in still:
+            return
+        kept = [one in still for one in self.running]
+        self.frames = [one for one, keep in zip(self.frames, kept, strict=True) if keep]
+        self.running = [one for one, keep in zip(self.running, kept, strict=True) if keep]
+        self.inside = [one for one in self.inside if one.module in still]
+        self.prepared = {}
+        self.following.close()
+        if self.forget is not None:
+            self.forget()
+
     def enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model, or a model within it, begins: its arguments are a frame until it returns."""
+        if self.frames:
+            self._forget_what_was_left()
         if not self.frames:
             self.step += 1
             self.counts = {}
@@ -109,6 +163,7 @@ class Interception:
         config = getattr(module, "config", None)
         arguments["encoder_decoder"] = getattr(config, "is_encoder_decoder", False)
         self.frames.append(arguments)
+        self.running.append(module)
 
     def note_prepared(self, given: dict[str, Any], made: dict[str, Any]) -> None:
         """`generate` has made a forward's arguments of what it was given.
@@ -138,6 +193,7 @@ class Interception:
     def leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """It returns, or an exception came first."""
         self.frames.pop()
+        self.running.pop()
         if not self.frames:
             self.prepared = {}
         if self.follows and not self.frames and output is not None:
