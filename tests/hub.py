@@ -27,6 +27,9 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 Access = Literal["open", "gated", "private"]
+Fault = Literal["stops", "stalls", "differs"] | int
+"""What may be wrong with a file: its end never comes, or comes never to an end; its content is not
+what its checksum says; or a status in its place."""
 
 
 def save_gpt2(folder: Path, seed: int, **sizes: int) -> Path:
@@ -78,6 +81,8 @@ class Hub:
         self.requests: list[str] = []
         self.asked = threading.Event()
         self.status: int | None = None
+        self.spoiled: tuple[str, Fault] | None = None
+        self.stalled = threading.Event()
         self._freed = threading.Event()
         self._freed.set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -107,6 +112,7 @@ class Hub:
     def stop(self) -> None:
         """Close the port: from now on connections are refused."""
         self._freed.set()
+        self.stalled.set()
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -129,6 +135,20 @@ class Hub:
             yield
         finally:
             self.status = None
+
+    @contextmanager
+    def spoiling(self, file: str, fault: Fault) -> Iterator[None]:
+        """Serve one file with a fault, and all else as it is."""
+        self.spoiled = (file, fault)
+        try:
+            yield
+        finally:
+            self.spoiled = None
+
+    def fault_of(self, path: str) -> Fault | None:
+        if self.spoiled is None or not path.endswith(f"/{self.spoiled[0]}"):
+            return None
+        return self.spoiled[1]
 
     def wait(self) -> bool:
         """Hold a request while the hub hangs; tells whether it did."""
@@ -170,6 +190,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 return
             path = unquote(urlsplit(self.path).path)
             answer = _answer(hub, path, "Authorization" in self.headers)
+            fault = hub.fault_of(path) if with_body else None
+            if isinstance(fault, int):
+                answer = _refusal(fault, "Not this file.")
             self.send_response(answer.status)
             for name, value in answer.headers.items():
                 self.send_header(name, value)
@@ -177,7 +200,16 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.send_header("Connection", "close")  # a connection kept open outlives `stop`
             self.end_headers()
             if with_body:
-                self.wfile.write(answer.body)
+                half = len(answer.body) // 2
+                body = answer.body[:half]
+                if fault == "differs":  # in one bit
+                    body += bytes([answer.body[half] ^ 1]) + answer.body[half + 1 :]
+                elif fault is None or isinstance(fault, int):
+                    body = answer.body
+                self.wfile.write(body)
+                if fault == "stalls":
+                    self.wfile.flush()
+                    hub.stalled.wait(timeout=120)
 
         def log_message(self, *_: object) -> None:
             """Say nothing: `hub.requests` is the log."""
