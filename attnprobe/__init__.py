@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from attnprobe.models import load
     from attnprobe.recompute import scores, weights
     from attnprobe.records import AttentionCall, Capture, LanguageModel
+    from attnprobe.roles import head_roles
     from attnprobe.tables import styled, table
     from attnprobe.verification import verify
     from attnprobe.views.attention import attention_view
@@ -51,6 +52,7 @@ __all__ = [
     "edit",
     "effect_map",
     "head_effects",
+    "head_roles",
     "head_stats",
     "head_view",
     "heatmap",
@@ -88,6 +90,7 @@ _HOMES = {
     "records": ("AttentionCall", "Capture", "LanguageModel"),
     "recompute": ("scores", "weights"),
     "checking.report": ("VerificationReport",),
+    "roles": ("head_roles",),
     "looking": ("attended", "attended_by"),
     "tables": ("styled", "table"),
     "effects.variance": ("scale_variance",),

@@ -62,6 +62,7 @@ ORDER = [
     "stretch",
     "looking",
     "heads",
+    "roles",
     "remarks",
     "tables",
     "walking",
