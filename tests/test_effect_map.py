@@ -119,7 +119,7 @@ def test_title_and_scale_say_what_is_shown():
     assert bar(ax).get_ylabel() == "restored (1: all of it)"
     ax = ap.effect_map(by_head().rename(columns={"effect": "gain"}), value="gain")
     assert ax.get_title() == "gain by layer and head"
-    assert bar(ax).get_ylabel() == "entropy"
+    assert bar(ax).get_ylabel() == "gain"
 
 
 def contributions(**others):
