@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attnprobe.views.attention import attention_view
     from attnprobe.views.bertviz import head_view, model_view, neuron_view
     from attnprobe.views.effects import effect_map
+    from attnprobe.views.histograms import histogram_grid
     from attnprobe.views.overview import report_view
     from attnprobe.views.page import View
     from attnprobe.views.plots import heatmap, heatmap_grid
@@ -57,6 +58,7 @@ __all__ = [
     "head_view",
     "heatmap",
     "heatmap_grid",
+    "histogram_grid",
     "load",
     "logit_contributions",
     "model_view",
@@ -98,6 +100,7 @@ _HOMES = {
     "views.attention": ("attention_view",),
     "views.bertviz": ("head_view", "model_view", "neuron_view"),
     "views.effects": ("effect_map",),
+    "views.histograms": ("histogram_grid",),
     "views.overview": ("report_view",),
     "views.page": ("View",),
     "views.plots": ("heatmap", "heatmap_grid"),

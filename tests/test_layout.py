@@ -86,6 +86,7 @@ ORDER = [
     "views.plots",
     "views.captions",
     "views.effects",
+    "views.histograms",
     "views.overview",
     "command.exits",
     "command.targets",
