@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from attnprobe.models import load
     from attnprobe.recompute import scores, weights
     from attnprobe.records import AttentionCall, Capture, LanguageModel
+    from attnprobe.roles import head_roles
     from attnprobe.tables import styled, table
     from attnprobe.verification import verify
     from attnprobe.views.attention import attention_view
     from attnprobe.views.bertviz import head_view, model_view, neuron_view
     from attnprobe.views.effects import effect_map
+    from attnprobe.views.histograms import histogram_grid
     from attnprobe.views.overview import report_view
     from attnprobe.views.page import View
     from attnprobe.views.plots import heatmap, heatmap_grid
@@ -51,10 +53,12 @@ __all__ = [
     "edit",
     "effect_map",
     "head_effects",
+    "head_roles",
     "head_stats",
     "head_view",
     "heatmap",
     "heatmap_grid",
+    "histogram_grid",
     "load",
     "logit_contributions",
     "model_view",
@@ -88,6 +92,7 @@ _HOMES = {
     "records": ("AttentionCall", "Capture", "LanguageModel"),
     "recompute": ("scores", "weights"),
     "checking.report": ("VerificationReport",),
+    "roles": ("head_roles",),
     "looking": ("attended", "attended_by"),
     "tables": ("styled", "table"),
     "effects.variance": ("scale_variance",),
@@ -95,6 +100,7 @@ _HOMES = {
     "views.attention": ("attention_view",),
     "views.bertviz": ("head_view", "model_view", "neuron_view"),
     "views.effects": ("effect_map",),
+    "views.histograms": ("histogram_grid",),
     "views.overview": ("report_view",),
     "views.page": ("View",),
     "views.plots": ("heatmap", "heatmap_grid"),
