@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-
 GOALS = """\
 ## Goals, and what limits them
 
@@ -27,7 +26,7 @@ processor's float64 units; they are two fifths of its time at 512 tokens. The re
 passes over tiles that lie in the cache, and, at 128 tokens, the calls of torch themselves: about a
 hundred small ones a tile.
 """
-"""What was aimed at, and what stands in the way where it is missed: from profiles of `bench_ways`."""
+"""What was aimed at, and what stands in the way where it is missed, from profiles."""
 
 
 def tables(found: dict[str, Any]) -> str:
