@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from attnprobe.models import load
     from attnprobe.recompute import scores, weights
     from attnprobe.records import AttentionCall, Capture, LanguageModel
+    from attnprobe.saving.captures import load_capture, save
     from attnprobe.tables import styled, table
     from attnprobe.verification import verify
     from attnprobe.views.attention import attention_view
@@ -56,12 +57,14 @@ __all__ = [
     "heatmap",
     "heatmap_grid",
     "load",
+    "load_capture",
     "logit_contributions",
     "model_view",
     "neuron_view",
     "patch_effects",
     "probe",
     "report_view",
+    "save",
     "scale_variance",
     "scores",
     "styled",
@@ -87,6 +90,7 @@ _HOMES = {
     "effects.patching": ("patch_effects",),
     "records": ("AttentionCall", "Capture", "LanguageModel"),
     "recompute": ("scores", "weights"),
+    "saving.captures": ("load_capture", "save"),
     "checking.report": ("VerificationReport",),
     "looking": ("attended", "attended_by"),
     "tables": ("styled", "table"),

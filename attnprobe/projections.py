@@ -74,6 +74,9 @@ def projected(call: AttentionCall) -> dict[str, Bounded] | str:
         return "the attention module's input was not seen"
     if x.shape[:-1] != (len(query), query.shape[2]):
         return f"the input has shape {tuple(x.shape)}, the query {tuple(query.shape)}"
+    into = {weight_and_bias(getattr(call.module, part))[0].shape[0] for part in layout.inputs}
+    if into != {x.shape[-1]}:
+        return f"the input has {x.shape[-1]} numbers, the layers take {', '.join(map(str, into))}"
     frequencies = _frequencies(call) if family.pairs else None
     if isinstance(frequencies, str):
         return frequencies
@@ -179,9 +182,11 @@ def output_weights(call: AttentionCall) -> tuple[Tensor, Tensor | None] | str:
 
 def _found(call: AttentionCall) -> tuple[Layout, Family] | str:
     """What is known or supposed of a call's own weights; or why nothing is."""
+    if call.module is None:
+        return "the capture has no model with it"
     kind = type(call.module).__name__
     layout = layout_of(call.module, call.parent)
-    if call.module is None or layout is None:
+    if layout is None:
         return f"the projections of {kind} are not known"
     if call.kind == "cross":
         return "the projections of cross-attention are not known"

@@ -229,6 +229,8 @@ class Attention:
         reason = basis.departure
         if call.key.shape[2] != (cap.source or cap).input_ids.shape[1]:
             reason = f"it attends to {call.key.shape[2]} keys, not to the tokens alone"
+        if call.query.shape[2] != cap.input_ids.shape[1]:
+            reason = f"it attends from {call.query.shape[2]} queries, not from the tokens alone"
         if reason:
             raise InputError(
                 f"layer {layer}'s weights would not be the model's own: {reason}. See ap.verify"

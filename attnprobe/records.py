@@ -61,6 +61,28 @@ class LanguageModel:
     tokenizer: PreTrainedTokenizerBase | None = None
     name: str = ""
 
+    @property
+    def layers(self) -> int | None:
+        """How many layers the config speaks of, attention in them or not; None if of none."""
+        layers = getattr(getattr(self.model, "config", None), "num_hidden_layers", None)
+        return layers if isinstance(layers, int) else None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The model that a saved capture was made of; see `attnprobe.saving.origins`."""
+
+    name: str
+    """As `LanguageModel.name`."""
+    kind: str
+    """The name of its class."""
+    layers: int | None
+    """As `LanguageModel.layers`."""
+    config: dict[str, str]
+    """A hash of each of its config's values."""
+    weights: dict[str, str]
+    """A hash of each of its weights."""
+
 
 Kind = Literal["self", "cross"]
 
@@ -287,6 +309,20 @@ class Capture:
     """Which part of an encoder-decoder's capture this is."""
     source: Target | None = None
     """Of cross attention: what is attended to, the encoder's texts; the rest is of the decoder."""
+    origin: Origin | None = None
+    """Of a capture that was loaded without its model: what that was."""
+
+    @property
+    def model_name(self) -> str:
+        """What the model was loaded as; empty where that is not known."""
+        known = self.lm or self.origin
+        return "" if known is None else known.name
+
+    @property
+    def model_layers(self) -> int | None:
+        """As `LanguageModel.layers`."""
+        known = self.lm or self.origin
+        return None if known is None else known.layers
 
     @property
     def encoder(self) -> Capture:
@@ -435,7 +471,7 @@ class Capture:
         return self.words[self._text(text)]
 
     def __repr__(self) -> str:
-        name = self.lm.name if self.lm is not None else "no model"
+        name = self.model_name or "no model"
         left_out = f", {len(self.left_out)} not kept" if self.left_out else ""
         return (
             f"Capture({name}: {len(self)} texts, {int(self.padding.sum())} tokens, "

@@ -90,7 +90,7 @@ def verify(
     lm = as_language_model(what)
     if text is None:
         raise InputError("expected a text for the model to run on: verify(lm, text)")
-    found.expected = _layers_of(lm)
+    found.expected = lm.layers
     return _of_capture(found, forward(lm, text, target, padding_side, found.take))
 
 
@@ -118,10 +118,10 @@ def _of_capture(found: _Found, cap: Capture) -> VerificationReport:
     report = found.report(cap.unseen, functools.partial(logits_row, cap, reason))
     return replace(
         report,
-        model=cap.lm.name if cap.lm is not None else "",
+        model=cap.model_name,
         texts=len(cap),
         tokens=int(cap.padding.sum()),
-        model_layers=_layers_of(cap.lm) if cap.target is None else None,
+        model_layers=cap.model_layers if cap.target is None else None,
     )
 
 
@@ -248,9 +248,3 @@ def _left_out(cap: Capture) -> str:
     """Which layers were not kept; empty where all were."""
     names = [f"{one.part} {one.layer}".strip() for one in cap.left_out]
     return f"not kept, so not checked: layer {', '.join(names)}" if names else ""
-
-
-def _layers_of(lm: LanguageModel | None) -> int | None:
-    """How many layers the config speaks of, attention in them or not."""
-    layers = getattr(getattr(lm and lm.model, "config", None), "num_hidden_layers", None)
-    return layers if isinstance(layers, int) else None

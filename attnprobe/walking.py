@@ -120,7 +120,7 @@ def walkthrough(
             f"head {head}: the word {words.words[words.word_of[at]].text!r}"
         ),
         of=(
-            f"{cap.lm.name if cap.lm is not None else 'a model'} in "
+            f"{cap.model_name or 'a model'} in "
             f"{dtype_name(call.dtype)}, {call.kernel} kernel: {visible(words.text)}"
         ),
         sizes=_sizes(call, head),

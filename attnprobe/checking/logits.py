@@ -61,6 +61,9 @@ def logits_row(cap: Capture, reason: str) -> Row:
         _output_with(cap, _formula),
         _output_with(cap, lambda call: _moved(call, generator)),
     )
+    if outputs[1].shape != cap.output.shape:
+        shapes = f"{tuple(outputs[1].shape)}, the capture's output is {tuple(cap.output.shape)}"
+        return Row("logits", None, None, reason=f"the model gives {shapes}")
     rows = cap.output_padding
     found = _spread(*(output[rows] for output in outputs))
     count = int(rows.sum()) * cap.output.shape[-1]

@@ -57,7 +57,7 @@ class Selection:
     @property
     def title(self) -> str:
         """What is shown, to read."""
-        name = self.cap.lm.name if self.cap.lm is not None else ""
+        name = self.cap.model_name
         parts = [
             _numbered("layer", self.layers),
             _numbered("head", self.heads),
