@@ -20,6 +20,8 @@ from attnprobe.words import Words
 How = Literal["mean", "max", "rollout"]
 Weigh = Literal["weight", "value"]
 
+_ONE_WORD = "how='mean' of one word, which asks for its rows alone"
+
 _Group = tuple[list[int], list[int], np.ndarray]  # queries, keys, and their weights
 
 _NAMES = {"weight": "weight", "value": "value_share"}  # of the column, by `weigh`
@@ -194,7 +196,7 @@ def _weighed(
     rows: slice = slice(None),
 ) -> Tensor:
     """The weights of some heads, or the shares of what they bring, (h, T, T) or fewer rows."""
-    attention = Attention.of(cap, layer, heads, text, only=rows)
+    attention = Attention.of(cap, layer, heads, text, only=rows, holds=5)
     if weigh == "weight":
         return attention.weights
     shares = value_shares(cap.call(layer), heads, attention)
@@ -225,7 +227,9 @@ def value_shares(call: AttentionCall, heads: list[int], attention: Attention) ->
 def _rollout(cap: Capture, last: int, heads: list[int], text: int) -> Tensor:
     flow: Tensor | None = None
     for layer in range(last + 1):
-        mean = Attention.of(cap, layer, heads, text).weights.mean(0)  # (T, T)
+        mean = Attention.of(cap, layer, heads, text, holds=2, instead=_ONE_WORD).weights.mean(
+            0
+        )  # (T, T)
         step = (mean + torch.eye(len(mean), dtype=mean.dtype, device=mean.device)) / 2
         flow = step if flow is None else step @ flow
     assert flow is not None

@@ -13,6 +13,7 @@ from attnprobe.errors import InputError
 from attnprobe.formula import capped, tiles
 from attnprobe.formula import scores as dot_products
 from attnprobe.masks import Rule
+from attnprobe.memory import need
 from attnprobe.records import AttentionCall, Capture, captured, whole
 from attnprobe.terms import Terms
 from attnprobe.words import By, Words
@@ -43,14 +44,15 @@ def weights(
             be its own (the message says why).
     """
     heads = chosen(head, captured(cap).call(layer).heads, "head")
-    found, _ = Attention.of(cap, layer, heads, text, cross=True).shown(by)
+    holds = 1.3 if by == "token" else 4
+    found, _ = Attention.of(cap, layer, heads, text, cross=True, holds=holds).shown(by)
     return found if head is None or isinstance(head, Iterable) else found[0]
 
 
 def scores(cap: Capture, layer: int, head: Which = None, *, text: int = 0) -> Tensor:
     """The scores of one layer by token, scaled and masked with -inf; as `weights` otherwise."""
     heads = chosen(head, captured(cap).call(layer).heads, "head")
-    found = Attention.of(cap, layer, heads, text, cross=True)
+    found = Attention.of(cap, layer, heads, text, cross=True, holds=3)
     masked = found.scores.masked_fill(~found.allowed, -torch.inf)
     return masked if head is None or isinstance(head, Iterable) else masked[0]
 
@@ -67,7 +69,7 @@ def to_words(by_token: Tensor, words: Words, key_words: Words | None = None) -> 
     of = torch.tensor(words.word_of, device=by_token.device)
     count, lead, keys = len(words.words), by_token.shape[:-2], by_key.shape[-1]
     by_both = by_token.new_zeros(*lead, count, keys).index_add_(-2, of, by_key)
-    return by_both / torch.bincount(of, minlength=count)[:, None]
+    return by_both.div_(torch.bincount(of, minlength=count)[:, None])
 
 
 def to_key_words(by_token: Tensor, words: Words) -> Tensor:
@@ -100,8 +102,6 @@ class Attention:
     """Scores and weights of some heads of one layer among one text's own tokens, all float64.
 
     Attributes:
-        weights: (h, T, T), or, where only some rows were asked for, (h, t, T); in cross attention,
-            as the others, (h, T, S).
         words: how the text is read.
         key_words: how what it attends to is read: the text itself, but in cross attention.
     """
@@ -120,13 +120,20 @@ class Attention:
     ) -> None:
         """Of query (h, T, D), and key and value (g, S, D or Dv), of which each serves h/g heads."""
         self._operands, self._rule, self.key_words = (query, key, value), rule, key_words
-        self.scaling, self.terms, self.words = scaling, terms, words
-        first, last, _ = rows.indices(query.shape[1])
-        self.weights = query.new_zeros(len(query), last - first, rule.keys, dtype=torch.float64)
-        operands = (query[None], key[None], value[None])
-        for tile in tiles(*operands, rule, scaling, terms, rows=rows):
+        self.scaling, self.terms, self.words, self._rows = scaling, terms, words, rows
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """(h, T, T), or, where only some rows were asked for, (h, t, T); in cross attention, as the
+        others, (h, T, S)."""
+        query, key, value = (one[None] for one in self._operands)
+        first, last, _ = self._rows.indices(query.shape[2])
+        shape = (query.shape[1], last - first, self._rule.keys)
+        found = query.new_zeros(*shape, dtype=torch.float64)
+        for tile in tiles(query, key, value, self._rule, self.scaling, self.terms, rows=self._rows):
             here = slice(tile.start - first, tile.stop - first)
-            self.weights[:, here, : tile.weights.shape[-1]] = tile.weights[0]
+            found[:, here, : tile.weights.shape[-1]] = tile.weights[0]
+        return found
 
     @cached_property
     def query(self) -> Tensor:
@@ -204,6 +211,8 @@ class Attention:
         *,
         cross: bool = False,
         only: slice = slice(None),
+        holds: float,
+        instead: str | None = None,
     ) -> Attention:
         """Some heads of one layer of a capture, over one text.
 
@@ -213,10 +222,13 @@ class Attention:
             text: which text of a batch.
             cross: whether who asks can show cross attention, whose keys are another text's.
             only: of which of the text's tokens, a stretch, the weights are asked for.
+            holds: how many float64 numbers who asks will hold at a time for each head, query and
+                key: the weights, and what is made of them.
+            instead: what asks for less; fewer heads by default.
 
         Raises:
-            InputError: layer or text out of range; the model does not compute the formula there;
-                cross attention for who cannot show it.
+            InputError: layer or text out of range; more memory than `attnprobe.memory` allows; the
+                model does not compute the formula there; cross attention for who cannot show it.
         """
         if cap.part == "cross" and not cross:
             raise InputError(
@@ -237,6 +249,17 @@ class Attention:
             )
         # Padding is at either end: a text's tokens are one stretch, and its diagonal stays one.
         rows, keys = (slice(int(some[0]), int(some[-1]) + 1) for some in (at, keys_at))
+        first, last, _ = only.indices(len(at))
+        pairs = (last - first) * len(keys_at)
+        if instead is None:
+            instead = f"head={heads[0]}, or fewer heads" if len(heads) > 1 else ""
+        need(
+            8 * holds * (len(heads) + 0.5) * pairs,  # the half is for masks
+            f"{len(heads)} head{'s' * (len(heads) > 1)} of layer {layer} over {last - first:,} × "
+            f"{len(keys_at):,} tokens, and what is made of the weights,",
+            " or ".join(filter(None, (instead, "a shorter text"))),
+            call.query.device,
+        )
         key_heads: list[int] | slice = slice(None)  # of all heads, none need be taken several times
         if list(heads) != list(range(call.heads)):
             key_heads = key_heads_of(call, heads)

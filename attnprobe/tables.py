@@ -121,7 +121,7 @@ def _of_layer(
     cap: Capture, text: int, layer: int, heads: list[int], by: By, future: bool
 ) -> dict[str, np.ndarray]:
     """The columns of one layer, but for the labels: a row a head and pair."""
-    attention = Attention.of(cap, layer, heads, text, cross=True)
+    attention = Attention.of(cap, layer, heads, text, cross=True, holds=5.5)
     weights, allowed = attention.shown(by)  # (h, N, N), (N, N)
     values = {"weight": weights}
     if by == "token":  # a word has no score of its own
@@ -163,7 +163,7 @@ def _stacked(frames: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _wide(cap: Capture, layer: int, head: int, by: By, text: int) -> pd.DataFrame:
-    attention = Attention.of(cap, layer, [head], text, cross=True)
+    attention = Attention.of(cap, layer, [head], text, cross=True, holds=2.5)
     found, _ = attention.shown(by)
     labels = told_apart(cap.words_of(text).labels(by))
     keys = told_apart(cap.key_words_of(text).labels(by))

@@ -13,7 +13,7 @@ from attnprobe.capturing import Texts, forward
 from attnprobe.checking.basis import basis_of
 from attnprobe.checking.caches import cache_rows
 from attnprobe.checking.checks import BY_CALL, rows_left_out
-from attnprobe.checking.logits import logits_row
+from attnprobe.checking.logits import LESS, logits_row
 from attnprobe.checking.report import Row, VerificationReport
 from attnprobe.errors import InputError
 from attnprobe.models import as_language_model
@@ -69,7 +69,8 @@ def verify(
         progress: called as `progress(label, done, total)` after each layer.
 
     Raises:
-        InputError: a name in `checks` that is none of the above; neither a capture, calls, nor a
+        InputError: a name in `checks` that is none of the above; more memory than
+            `attnprobe.memory` allows; neither a capture, calls, nor a
             model with its text; a plain list of calls, which no longer says what was not seen; of
             a model, what `capture` refuses.
         ModelError, NonFiniteError: as `capture`.
@@ -91,7 +92,9 @@ def verify(
     if text is None:
         raise InputError("expected a text for the model to run on: verify(lm, text)")
     found.expected = lm.layers
-    return _of_capture(found, forward(lm, text, target, padding_side, found.take))
+    outputs, instead = (3, LESS) if "logits" in found.checks else (1, "")
+    cap = forward(lm, text, target, padding_side, found.take, outputs=outputs, instead=instead)
+    return _of_capture(found, cap)
 
 
 def _is_model(what: object) -> bool:

@@ -100,7 +100,7 @@ def walkthrough(
     head = whole(head, "head")
     chosen(head, call.heads, "head")
     at = words.words[position(words, word, nth)].tokens[-1]
-    attention = Attention.of(cap, layer, [head], text)
+    attention = Attention.of(cap, layer, [head], text, holds=4)
     steps, output = _steps(attention, at, words.tokens)
     assert call.head_output_model is not None
     place = int(cap.positions(text)[at])

@@ -12,6 +12,7 @@ import attnprobe
 PACKAGE = Path(attnprobe.__file__).parent
 ORDER = [
     "errors",
+    "memory",
     "masks",
     "rounding",
     "rowbounds",
@@ -32,6 +33,7 @@ ORDER = [
     "loading.hub",
     "loading.places",
     "models",
+    "loading.amounts",
     "loading.encoding",
     "loading.continuations",
     "seam.inspecting",

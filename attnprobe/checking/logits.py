@@ -13,6 +13,7 @@ from attnprobe.capturing import output_of
 from attnprobe.checking.basis import basis_of
 from attnprobe.checking.report import Row
 from attnprobe.hooks import replaced
+from attnprobe.loading.amounts import need_forward
 from attnprobe.records import AttentionCall, Capture, dtype_name
 
 FALSE_ALARM = 1e-9
@@ -21,6 +22,9 @@ FALSE_ALARM = 1e-9
 UNRELATED = 3.0
 """Outputs that have nothing to do with each other surely differ, somewhere in the vocabulary, by
 this many of their standard deviations."""
+
+LESS = "checks=['mask', 'output'], without the logits,"
+"""What to ask for where three outputs are too much."""
 
 TOKENS_AT_ONCE = 8
 """How many tokens' logits are compared in float64 at a time."""
@@ -48,6 +52,9 @@ def logits_row(cap: Capture, reason: str) -> Row:
     Args:
         cap: what `capture` returned.
         reason: why it cannot be checked, if that is known already; else empty.
+
+    Raises:
+        InputError: two more outputs would take more memory than `attnprobe.memory` allows.
     """
     if cap.lm is None:
         return Row("logits", None, None, reason="the capture has no model with it")
@@ -55,6 +62,7 @@ def logits_row(cap: Capture, reason: str) -> Row:
         return Row("logits", None, None, reason=f"this is the {cap.part} alone: verify the whole")
     if reason:
         return Row("logits", None, None, reason=reason)
+    need_forward(cap.lm.model, cap.inputs, outputs=2, instead=LESS)
     generator = torch.Generator().manual_seed(0)
     outputs = (
         cap.output,
@@ -65,7 +73,7 @@ def logits_row(cap: Capture, reason: str) -> Row:
         shapes = f"{tuple(outputs[1].shape)}, the capture's output is {tuple(cap.output.shape)}"
         return Row("logits", None, None, reason=f"the model gives {shapes}")
     rows = cap.output_padding
-    found = _spread(*(output[rows] for output in outputs))
+    found = _spread(rows, *outputs)
     count = int(rows.sum()) * cap.output.shape[-1]
     bound = found.spread * math.sqrt(2 * math.log(2 * count / FALSE_ALARM))  # (V,)
     usual = bound.median().item()
@@ -88,21 +96,22 @@ class _Spread:
     scale: float  # the deviation of own over the vocabulary, at the token where it is least
 
 
-def _spread(given: Tensor, own: Tensor, moved: Tensor) -> _Spread:
-    """How three outputs, (tokens, V) each, differ; in float64, a block of tokens at a time."""
+def _spread(rows: Tensor, given: Tensor, own: Tensor, moved: Tensor) -> _Spread:
+    """How three outputs, (B, T, V) each, differ where `rows`, (B, T), is True; in float64, a block
+    of tokens at a time."""
     error = torch.zeros(given.shape[-1], dtype=torch.float64, device=given.device)
     by_entry, by_token = torch.zeros_like(error), torch.zeros_like(error[0])
     scale = torch.full_like(by_token, math.inf)
-    for some in zip(
-        *(torch.split(one, TOKENS_AT_ONCE) for one in (given, own, moved)), strict=True
-    ):
-        g, o, m = (one.double() for one in some)
+    places = rows.nonzero()  # (tokens, 2)
+    for start in range(0, len(places), TOKENS_AT_ONCE):
+        texts, tokens = places[start : start + TOKENS_AT_ONCE].T
+        g, o, m = (one[texts, tokens].double() for one in (given, own, moved))
         square = (m - o).square()
         by_entry += square.sum(0)
         by_token = torch.maximum(by_token, square.mean(-1).max())
         error = torch.maximum(error, (g - o).abs().amax(0))
         scale = torch.minimum(scale, o.std(-1).min())
-    spread = torch.maximum(by_entry / len(given), by_token).sqrt()
+    spread = torch.maximum(by_entry / len(places), by_token).sqrt()
     return _Spread(error, spread, scale.item())
 
 

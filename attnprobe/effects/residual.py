@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from attnprobe.capturing import output_of
 from attnprobe.errors import InputError, ModelError
+from attnprobe.loading.amounts import need_forward
 from attnprobe.projections import unlike, weight_and_bias
 from attnprobe.records import Capture
 from attnprobe.rounding import Arithmetic, Bounded, layer_norm, rms_norm
@@ -182,6 +183,7 @@ def residual(cap: Capture, stream: Stream, text: int, place: int) -> Residual:
             stack.callback(hook.remove)
         for name in after:
             stack.callback(model.get_submodule(name).register_forward_hook(leave(name)).remove)
+        need_forward(model, cap.inputs)
         output = output_of(model(**cap.inputs), model, cap.padding)
     captured = cap.output[text, place].to(output.device)
     if not torch.equal(output[text, place], captured):

@@ -156,7 +156,7 @@ def _panels(
         )
     rows = []
     for layer in layers:
-        weights, allowed = Attention.of(cap, layer, heads, text).shown(by)  # (h, N, N), (N, N)
+        weights, allowed = Attention.of(cap, layer, heads, text, holds=4).shown(by)  # (h, N, N)
         where = allowed.cpu().numpy()
         rows.append([Panel(one, where) for one in weights.cpu().numpy()])
     return rows

@@ -71,7 +71,7 @@ class Selection:
         Raises:
             NonFiniteError: a row of weights does not sum to 1.
         """
-        found = Attention.of(self.cap, layer, self.heads, self.text, cross=cross)
+        found = Attention.of(self.cap, layer, self.heads, self.text, cross=cross, holds=4)
         sums = found.weights.sum(-1) + (0 if found.sink is None else found.sink)
         if not ((sums - 1).abs() < 1e-6).all():  # written so that NaN fails
             raise NonFiniteError(f"the weights of layer {layer} do not sum to 1 along each row")
