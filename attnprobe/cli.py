@@ -25,7 +25,7 @@ from attnprobe.command.exits import (
     interrupted,
     warnings_as_notes,
 )
-from attnprobe.command.kinds import KINDS, effect_picture, kind_of
+from attnprobe.command.kinds import KINDS, effect_picture, kind_of, span_of
 from attnprobe.command.options import (
     SENTENCE,
     Attn,
@@ -254,6 +254,9 @@ def view(
     by_word: ByWord = False,
     word: Annotated[str | None, typer.Option(help="One word of the text.")] = None,
     nth: Annotated[int | None, typer.Option(help="Which of its occurrences, from 0.")] = None,
+    span: Annotated[
+        str | None, typer.Option(help="Some words of a long text: START:STOP, from 0.")
+    ] = None,
     lang: Annotated[
         str | None, typer.Option(help="The labels' language: en, zh-Hant or ja.")
     ] = None,
@@ -269,13 +272,14 @@ def view(
 ) -> None:
     """Draw attention: a page that stands alone, or with --kind heatmap an .svg, .png or .pdf.
 
-    Each kind takes some of --layer, --head, --by-word, --word, --nth and --lang, and refuses the
-    others.
+    Each kind takes some of --layer, --head, --by-word, --span, --word, --nth and --lang, and
+    refuses the others.
     """
     with exits():
         chosen = kind_of(kind)
-        asked = {"layer": layer, "head": head, "by": "word" if by_word else None}
+        asked: dict[str, Any] = {"layer": layer, "head": head, "by": "word" if by_word else None}
         asked |= {"word": word, "nth": nth, "lang": lang}
+        asked["span"] = None if span is None else span_of(span)
         given: dict[str, Any] = {name: one for name, one in asked.items() if one is not None}
         chosen.refuse_others(kind, given)
         if nth is not None and word is None:

@@ -1,9 +1,10 @@
-"""softmax(QKᵀ/√d_k + M)V where the weights are not asked for: only the output, and its bound.
+"""softmax(QKᵀ/√d_k + M)V where no tile is asked for: its weights whole, or its output and bound.
 
 Most of the time of an attention goes by waiting for memory: so a few heads and query rows are taken
 at a time, their scores stay in the processor's cache, and every step is done in place, in the same
-buffers from tile to tile. The weights are never divided by their sum: it comes out of the product
-with the values, to which a column of ones is added. Pure torch, as `attnprobe.formula`.
+buffers from tile to tile. For the output, the weights are never divided by their sum: it comes out
+of the product with the values, to which a column of ones is added. Pure torch, as
+`attnprobe.formula`.
 """
 
 from __future__ import annotations
@@ -74,6 +75,50 @@ def attention(
     return output
 
 
+def weights(
+    query: Tensor,
+    key: Tensor,
+    rule: Rule,
+    scaling: float,
+    terms: Terms = PLAIN,
+    *,
+    rows: slice = slice(None),
+) -> Tensor:
+    """softmax(QKᵀ·scaling + M) of one text in float64, whole: (H, T, S), or fewer rows of it.
+
+    Args:
+        query: (H, T, D).
+        key: (h, S, D).
+        rule, scaling, terms: as for `formula.tiles`.
+        rows: which query rows, a stretch.
+    """
+    begin, end, _ = rows.indices(query.shape[1])
+    keys = key.shape[1]
+    found = query.new_empty(len(query), end - begin, keys, dtype=torch.float64)
+    if not terms.plain:
+        no_value = key[None, ..., :0]
+        for tile in tiles(query[None], key[None], no_value, rule, scaling, terms, rows=rows):
+            reach = tile.weights.shape[-1]
+            here = found[:, tile.start - begin : tile.stop - begin]
+            here[..., :reach], here[..., reach:] = tile.weights[0], 0.0
+        return found
+    served, height, step = _steps(query, key, TILE_BYTES)
+    for first in range(0, len(key), step):
+        some = slice(first, first + step)
+        heads = slice(first * served, (first + step) * served)
+        scores = _Scores.of(0, heads, query[heads], key[some], rule, scaling)
+        for start in range(begin, end, height):
+            stop = min(start + height, end)
+            exp = scores.exponentials(start, stop).exp  # (h, R, K)
+            here = found[heads, start - begin : stop - begin]
+            reach = exp.shape[-1]
+            exp = exp.view(*here.shape[:2], reach)
+            total = exp.sum(-1, keepdim=True)
+            torch.div(exp, total.masked_fill_(total == 0, 1.0), out=here[..., :reach])
+            here[..., reach:] = 0.0
+    return found
+
+
 def outputs(
     query: Tensor,
     key: Tensor,
@@ -89,23 +134,27 @@ def outputs(
 
     With `rounding`, with the bound of `rounding.bounds`, or, where that is as good, `rowbounds`.
     """
-    plain = terms.softcap is None and terms.bias is None and terms.sinks is None
-    if not plain or (rounding is not None and not holds(query, key, scaling, rounding)):
+    if not terms.plain or (rounding is not None and not holds(query, key, scaling, rounding)):
         yield from _by_weights(query, key, value, rule, scaling, terms, rounding)
         return
-    groups, keys = key.shape[1:3]
-    served = query.shape[1] // groups  # heads that one key head serves
-    row = 8 * served * keys  # bytes
-    rows = min(ROWS, max(1, tile_bytes // row))
-    step = max(1, min(groups, tile_bytes // (row * rows)))
+    served, height, step = _steps(query[0], key[0], tile_bytes)
     for text in range(len(query)):
-        for first in range(0, groups, step):
-            some = slice(first, min(first + step, groups))
-            heads = slice(some.start * served, some.stop * served)
-            operands = (query[text, heads], key[text, some], value[text, some])
-            few = _Heads.of(text, heads, *operands, rule, scaling, rounding)
-            for start in range(0, query.shape[2], rows):
-                yield few.rows(start, min(start + rows, query.shape[2]))
+        for first in range(0, key.shape[1], step):
+            some = slice(first, first + step)
+            heads = slice(first * served, (first + step) * served)
+            scores = _Scores.of(text, heads, query[text, heads], key[text, some], rule, scaling)
+            few = _Heads.of(scores, value[text, some], scaling, rounding)
+            for start in range(0, query.shape[2], height):
+                yield few.rows(start, min(start + height, query.shape[2]))
+
+
+def _steps(query: Tensor, key: Tensor, tile_bytes: int) -> tuple[int, int, int]:
+    """Of (H, T, D) and (h, S, D): how many heads one key head serves, and how many query rows and
+    key heads make a tile of the size aimed at."""
+    served = len(query) // len(key)
+    row = 8 * served * key.shape[1]  # bytes
+    rows = min(ROWS, max(1, tile_bytes // row))
+    return served, rows, max(1, min(len(key), tile_bytes // (row * rows)))
 
 
 def _by_weights(
@@ -131,81 +180,52 @@ def _by_weights(
 
 
 @dataclass(frozen=True, eq=False)
-class _Heads:
-    """Some heads of one text: H of them, served by h key heads, as float64."""
+class _Exponentials:
+    """exp(s - the row's largest s) of some rows, in a buffer, and what it was made with."""
+
+    exp: Tensor  # (h, R, K), 0 where a row may not attend; R is the rows of all heads served
+    query: Tensor  # (h, R, D), scaled
+    most: Tensor  # (h, R, 1): the largest score that a row may attend to
+    least: Tensor | None  # (h, R, 1): the least score, masked or not, where it was asked for
+    counts: Tensor  # (H or 1, t): how many keys a row may attend to
+    seen: Tensor | None  # as in `Rows`
+
+
+@dataclass(frozen=True, eq=False)
+class _Scores:
+    """Query and key of some heads of one text as float64: H of them, served by h key heads."""
 
     text: int
     heads: slice
     rule: Rule
     query: Tensor  # (H, T, D), scaled
     key: Tensor  # (h, S, D)
-    value: Tensor  # (h, S, Dv + 2 and more): values, 1, |k|, and ones
-    value_size: int  # Dv
-    bounds: RowBounds | None
 
     @classmethod
     def of(
-        cls,
-        text: int,
-        heads: slice,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rule: Rule,
-        scaling: float,
-        rounding: Arithmetic | None,
-    ) -> _Heads:
-        """Of query (H, T, D), key (h, S, D) and value (h, S, Dv) as the model has them."""
+        cls, text: int, heads: slice, query: Tensor, key: Tensor, rule: Rule, scaling: float
+    ) -> _Scores:
+        """Of query (H, T, D) and key (h, S, D) as the model has them."""
         query, key = (
             _buffers.take(name, one.shape, torch.float64, one).copy_(one)
             for name, one in (("query", query), ("key", key))
         )
-        query.mul_(scaling)
-        bounds = None if rounding is None else RowBounds.of(key, value, scaling, rounding)
-        size = value.shape[-1]
-        # Products run faster where rows do not begin a power of two apart.
-        shape = (*value.shape[:2], (size + 2) // 8 * 8 + 8)
-        padded = _buffers.take("value", shape, torch.float64, value)
-        padded[..., :size] = value
-        padded[..., size:] = 1.0
-        if bounds is not None:
-            padded[..., size + 1, None] = bounds.norms
-        return cls(text, heads, rule, query, key, padded, size, bounds)
+        return cls(text, heads, rule, query.mul_(scaling), key)
 
-    def rows(self, start: int, stop: int) -> Rows:
+    def exponentials(self, start: int, stop: int, *, least: bool = False) -> _Exponentials:
         """Rows `start` to `stop`."""
         groups, reach = len(self.key), self.rule.reach(stop)
         q = self.query[:, start:stop].reshape(groups, -1, self.query.shape[-1])  # (h, R, D)
-        shape = (*q.shape[:2], reach)
-        exp = _buffers.take("scores", shape, torch.float64, q)
+        exp = _buffers.take("scores", (*q.shape[:2], reach), torch.float64, q)
         torch.bmm(q, self.key[:, :reach].mT, out=exp)  # (h, R, K): scores, as yet
-        low = None if self.bounds is None else exp.amin(-1, keepdim=True)
-        n = self._hide(exp, start, stop)  # (H or 1, t)
-        seen = n > 0 if self.rule.open_to(start) == 0 else None
+        low = exp.amin(-1, keepdim=True) if least else None
+        counts = self._hide(exp, start, stop)
+        seen = counts > 0 if self.rule.open_to(start) == 0 else None
         top = exp.amax(-1, keepdim=True)
         if seen is not None:
             top = top.masked_fill(top == -torch.inf, 0.0)
         exp.sub_(top).exp_()
-        product = torch.bmm(exp, self.value[:, :reach])  # (h, R, Dv + 2 and more)
-        total = product[..., self.value_size, None]  # (h, R, 1)
-        if seen is not None:
-            total = total.masked_fill(total == 0, 1.0)
-        output = product[..., : self.value_size] / total  # (h, R, Dv)
-        bound = None
-        if self.bounds is not None and low is not None:
-            by_norm = product[..., self.value_size + 1, None]
-            served = len(self.query) // groups
-            counts = n.repeat(1, served) if len(n) == 1 else n.reshape(groups, -1)
-            norms = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
-            largest = torch.maximum(top, -low)
-            scratch = [_buffers.take(name, shape, torch.float32, q) for name in ("weights", "ε")]
-            bound = self.bounds.output(
-                *(exp, total, by_norm, output, norms, largest),
-                counts[..., None],
-                (scratch[0], scratch[1]),
-            ).view(len(self.query), stop - start, -1)
-        output = output.view(len(self.query), stop - start, -1)
-        return Rows(self.text, self.heads, start, stop, output, bound, seen)
+        return _Exponentials(exp, q, top, low, counts, seen)
 
     def _hide(self, scores: Tensor, start: int, stop: int) -> Tensor:
         """Write -inf to the scores, (h, R, K), of keys that a row may not attend to.
@@ -224,3 +244,56 @@ class _Heads:
         by_head = scores.view(len(self.query), stop - start, reach)
         by_head[..., first:].masked_fill_(~allowed, -torch.inf)
         return first + allowed.sum(-1).double()
+
+
+@dataclass(frozen=True, eq=False)
+class _Heads:
+    """Some heads of one text with their values."""
+
+    scores: _Scores
+    value: Tensor  # (h, S, Dv + 2 and more): values, 1, |k|, and ones
+    value_size: int  # Dv
+    bounds: RowBounds | None
+
+    @classmethod
+    def of(
+        cls, scores: _Scores, value: Tensor, scaling: float, rounding: Arithmetic | None
+    ) -> _Heads:
+        """With value (h, S, Dv) as the model has it."""
+        bounds = None if rounding is None else RowBounds.of(scores.key, value, scaling, rounding)
+        size = value.shape[-1]
+        # Products run faster where rows do not begin a power of two apart.
+        shape = (*value.shape[:2], (size + 2) // 8 * 8 + 8)
+        padded = _buffers.take("value", shape, torch.float64, value)
+        padded[..., :size] = value
+        padded[..., size:] = 1.0
+        if bounds is not None:
+            padded[..., size + 1, None] = bounds.norms
+        return cls(scores, padded, size, bounds)
+
+    def rows(self, start: int, stop: int) -> Rows:
+        """Rows `start` to `stop`."""
+        made = self.scores.exponentials(start, stop, least=self.bounds is not None)
+        groups, _, reach = made.exp.shape
+        product = torch.bmm(made.exp, self.value[:, :reach])  # (h, R, Dv + 2 and more)
+        total = product[..., self.value_size, None]  # (h, R, 1)
+        if made.seen is not None:
+            total = total.masked_fill(total == 0, 1.0)
+        output = product[..., : self.value_size] / total  # (h, R, Dv)
+        heads, bound = len(self.scores.query), None
+        if self.bounds is not None and made.least is not None:
+            by_norm = product[..., self.value_size + 1, None]
+            n = made.counts
+            n = n.repeat(1, heads // groups) if len(n) == 1 else n.reshape(groups, -1)
+            norms = torch.linalg.vector_norm(made.query, dim=-1, keepdim=True)
+            largest = torch.maximum(made.most, -made.least)
+            shape, like = made.exp.shape, made.exp
+            scratch = [_buffers.take(name, shape, torch.float32, like) for name in ("weights", "ε")]
+            bound = self.bounds.output(
+                *(made.exp, total, by_norm, output, norms, largest),
+                n[..., None],
+                (scratch[0], scratch[1]),
+            ).view(heads, stop - start, -1)
+        output = output.view(heads, stop - start, -1)
+        here = (self.scores.text, self.scores.heads, start, stop)
+        return Rows(*here, output, bound, made.seen)

@@ -81,8 +81,13 @@ def projected(call: AttentionCall) -> dict[str, Bounded] | str:
     if isinstance(frequencies, str):
         return frequencies
     result = {}
+    parts: dict[str, Bounded] = {}  # what each layer gives: one may give query, key and value
     for name in PARTS:
-        made = _split_linear(call, layout, name, x)
+        part, rows = _rows(call, layout, name)
+        if part not in parts:
+            weight, bias = _weights_at(call, getattr(call.module, part))
+            parts[part] = linear(x, weight, bias, call.rounding)  # (B, T, F)
+        made = _by_head(parts[part][0], rows), _by_head(parts[part][1], rows)
         if family.norm and name != "value":
             weight, eps = _norm(call, family, name)
             made = rms_norm(made, weight, eps, call.rounding)
@@ -277,20 +282,13 @@ def _own_heads(call: AttentionCall, layout: Layout, name: str) -> int:
     return int(made if made and seen % made == 0 else seen)
 
 
-def _split_linear(call: AttentionCall, layout: Layout, name: str, x: Tensor) -> Bounded:
-    """X·W + b of query, key or value, head by head, (B, heads, T, D)."""
-    part, rows = _rows(call, layout, name)
-    weight, bias = _weights_at(call, getattr(call.module, part))
-    own = rows.flatten().to(weight.device)
-    bias = None if bias is None else bias[own]
-    y, bound = linear(x, weight[:, own], bias, call.rounding)  # (B, T, heads·D)
-    return _by_head(y, len(rows)), _by_head(bound, len(rows))
-
-
-def _by_head(x: Tensor, heads: int) -> Tensor:
-    """(B, T, H·D) -> (B, H, T, D)."""
-    batch, tokens, _ = x.shape
-    return x.view(batch, tokens, heads, -1).transpose(1, 2)
+def _by_head(x: Tensor, rows: Tensor) -> Tensor:
+    """(B, T, F) -> (B, heads, T, D): of a layer's outputs those of each head."""
+    heads, size = rows.shape
+    first, last = int(rows[0, 0]), int(rows[-1, -1]) + 1
+    if last - first == heads * size:  # they stand one after the other
+        return x[..., first:last].view(*x.shape[:-1], heads, size).transpose(1, 2)
+    return x[..., rows.to(x.device)].transpose(1, 2)
 
 
 def weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:

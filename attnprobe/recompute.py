@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from attnprobe.checking.basis import basis_of
 from attnprobe.errors import InputError
-from attnprobe.formula import capped, tiles
+from attnprobe.formula import capped
 from attnprobe.formula import scores as dot_products
 from attnprobe.masks import Rule
 from attnprobe.memory import need
+from attnprobe.outputs import weights as softmax_weights
 from attnprobe.records import AttentionCall, Capture, captured, whole
 from attnprobe.terms import Terms
 from attnprobe.words import By, Words
@@ -45,7 +47,7 @@ def weights(
     """
     heads = chosen(head, captured(cap).call(layer).heads, "head")
     holds = 1.3 if by == "token" else 4
-    found, _ = Attention.of(cap, layer, heads, text, cross=True, holds=holds).shown(by)
+    found, _ = Attention.of(cap, layer, heads, text, cross=True, holds=holds).shown.by(by)
     return found if head is None or isinstance(head, Iterable) else found[0]
 
 
@@ -98,6 +100,36 @@ def chosen(which: Which, count: int, what: str) -> list[int]:
     return numbers
 
 
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """Weights of some heads to show, (h, N, M) float64, where they may lie, and how it is read.
+
+    Attributes:
+        weights: (h, N, M), a row for each query.
+        allowed: (N, M) bool.
+        words, key_words: of the queries and of the keys.
+        sinks: the model's, where it has some: then rows sum to less than 1.
+    """
+
+    weights: Tensor
+    allowed: Tensor
+    words: Words
+    key_words: Words
+    sinks: Tensor | None
+
+    def by(self, by: By) -> tuple[Tensor, Tensor]:
+        """`weights` and `allowed`, by token, as they are, or by word.
+
+        Raises:
+            InputError: an unknown `by`.
+        """
+        self.words.labels(by)
+        if by == "token":
+            return self.weights, self.allowed
+        allowed = to_words(self.allowed.double(), self.words, self.key_words) > 0
+        return to_words(self.weights, self.words, self.key_words), allowed
+
+
 class Attention:
     """Scores and weights of some heads of one layer among one text's own tokens, all float64.
 
@@ -126,14 +158,8 @@ class Attention:
     def weights(self) -> Tensor:
         """(h, T, T), or, where only some rows were asked for, (h, t, T); in cross attention, as the
         others, (h, T, S)."""
-        query, key, value = (one[None] for one in self._operands)
-        first, last, _ = self._rows.indices(query.shape[2])
-        shape = (query.shape[1], last - first, self._rule.keys)
-        found = query.new_zeros(*shape, dtype=torch.float64)
-        for tile in tiles(query, key, value, self._rule, self.scaling, self.terms, rows=self._rows):
-            here = slice(tile.start - first, tile.stop - first)
-            found[:, here, : tile.weights.shape[-1]] = tile.weights[0]
-        return found
+        query, key, _ = self._operands
+        return softmax_weights(query, key, self._rule, self.scaling, self.terms, rows=self._rows)
 
     @cached_property
     def query(self) -> Tensor:
@@ -155,9 +181,11 @@ class Attention:
 
     @cached_property
     def allowed(self) -> Tensor:
-        """Where a query may attend, (T, T) bool."""
-        device = self._operands[0].device
-        return self._rule.allowed(keys=self._rule.keys, device=device)[0].any(0)
+        """Where a query may attend, (T, T) bool, or (t, T) for the rows asked for."""
+        query = self._operands[0]
+        first, last, _ = self._rows.indices(query.shape[1])
+        found = self._rule.allowed(first, last, keys=self._rule.keys, device=query.device)
+        return found[0].any(0)
 
     @cached_property
     def raw(self) -> Tensor:
@@ -189,17 +217,10 @@ class Attention:
                 f"{' and '.join(more)}: use walkthrough, table or attention_view"
             )
 
-    def shown(self, by: By) -> tuple[Tensor, Tensor]:
-        """The weights, (h, N, N), and where a query may attend, (N, N) bool; by token or by word.
-
-        Raises:
-            InputError: an unknown `by`.
-        """
-        self.words.labels(by)
-        if by == "token":
-            return self.weights, self.allowed
-        allowed = to_words(self.allowed.double(), self.words, self.key_words) > 0
-        return to_words(self.weights, self.words, self.key_words), allowed
+    @property
+    def shown(self) -> Shown:
+        """What views show of it."""
+        return Shown(self.weights, self.allowed, self.words, self.key_words, self.terms.sinks)
 
     @classmethod
     def of(

@@ -246,17 +246,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: Arithmetic)
     """
     x, weight = x.double(), weight.double()
     y = x @ weight
-    size = x.norm(dim=-1, keepdim=True) * weight.norm(dim=0)  # (..., F): at least |x||W|
+    rows, columns = x.norm(dim=-1, keepdim=True), weight.norm(dim=0)  # (..., 1), (F,)
+    addend = torch.zeros_like(columns)
     if bias is not None:
-        y = y + bias.double()
-        size = size + bias.double().abs()
-    length = weight.shape[0]
+        y += bias
+        addend = bias.double().abs()
+    root = math.sqrt(weight.shape[0])
     u = rounding.accumulate + unit_roundoff(torch.float64)
-    inside = (gamma(length + 2, u) + 2 * rounding.operands + rounding.operands**2) * size
-    flushed = x.norm(dim=-1, keepdim=True) + weight.norm(dim=0) + 2 * math.sqrt(length)
-    inside = inside + rounding.tiny_accumulate * math.sqrt(length) * flushed
-    stored = gamma(2, rounding.storage) * (size + inside)
-    return y, inside + stored + rounding.tiny
+    inside = gamma(weight.shape[0] + 2, u) + 2 * rounding.operands + rounding.operands**2
+    stored = gamma(2, rounding.storage)
+    # With |x||W| + |b| for the size of what is summed, at least |x·W| + |b|, and what is flushed to
+    # zero, (|x| + |W| + 2√E)·tiny·√E: a product of three numbers a row and three a column.
+    sized = (1.0 + stored) * inside + stored
+    flushed = (1.0 + stored) * rounding.tiny_accumulate * root
+    ones = torch.ones_like(rows)
+    by_row = torch.cat((sized * rows + flushed, flushed * rows, ones), -1)  # (..., 3)
+    constant = sized * addend + 2.0 * flushed * root + rounding.tiny
+    by_column = torch.stack((columns, torch.ones_like(columns), constant))  # (3, F)
+    return y, by_row @ by_column
 
 
 def scaled(x: Bounded, factor: float, rounding: Arithmetic) -> Bounded:

@@ -122,7 +122,7 @@ def _of_layer(
 ) -> dict[str, np.ndarray]:
     """The columns of one layer, but for the labels: a row a head and pair."""
     attention = Attention.of(cap, layer, heads, text, cross=True, holds=5.5)
-    weights, allowed = attention.shown(by)  # (h, N, N), (N, N)
+    weights, allowed = attention.shown.by(by)  # (h, N, N), (N, N)
     values = {"weight": weights}
     if by == "token":  # a word has no score of its own
         values = {"score_raw": attention.raw, "score": attention.scores, **values}
@@ -164,7 +164,7 @@ def _stacked(frames: list[pd.DataFrame]) -> pd.DataFrame:
 
 def _wide(cap: Capture, layer: int, head: int, by: By, text: int) -> pd.DataFrame:
     attention = Attention.of(cap, layer, [head], text, cross=True, holds=2.5)
-    found, _ = attention.shown(by)
+    found, _ = attention.shown.by(by)
     labels = told_apart(cap.words_of(text).labels(by))
     keys = told_apart(cap.key_words_of(text).labels(by))
     frame = pd.DataFrame(

@@ -30,6 +30,11 @@ class Terms:
     bias: Tensor | Bias | None = None
     sinks: Tensor | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether there is none of them."""
+        return self.softcap is None and self.bias is None and self.sinks is None
+
     def bias_of(self, start: int, stop: int, reach: int) -> Tensor | None:
         """Rows of the bias over the first `reach` keys, float64; None where there is no bias."""
         if self.bias is None:

@@ -12,6 +12,7 @@ from browser import Tab, contrasts
 from samples import HOSTILE, IDS
 
 import attnprobe as ap
+from attnprobe.stretch import Stretch
 from attnprobe.views import attention
 
 SENTENCE = "The unbelievable children weren't playing, and the unbelievable dog was playing"
@@ -482,3 +483,14 @@ def test_the_still_picture_has_the_heads_and_the_words(story):
     said = [one.text for one in still.iter() if one.text]
     assert said[:4] == ["2.1", "2.5", "2.3", "2.1"]
     assert said[4:] == [*story.words[0].tokens] * 2
+
+
+@pytest.mark.parametrize("by", ["token", "word"])
+def test_a_span_shows_its_words_and_what_stands_before_them_as_one(story, draw, by):
+    tab = draw(ap.attention_view(story, 1, [2, 0], by=by, span=(2, 7)))
+    expected, allowed = Stretch.of(story, 0, (2, 7)).shown(1, [2, 0]).by(by)
+    found, off = numbers(tab)
+    assert (found[:, ~allowed] == -1).all()
+    assert ((found - expected).abs() <= off + 1e-12)[:, allowed].all()
+    assert "words 2 to 6 of 12" in tab.page.inner_text("header")
+    assert "⋯ 2 words before" in ap.attention_view(story, 1, by="word", span=(2, 7)).html

@@ -61,6 +61,7 @@ def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         (["model", "--head", "2"], lambda cap: ap.model_view(cap, head=2)),
         (["neuron", "--layer", "3", "--head", "1"], lambda cap: ap.neuron_view(cap, 3, 1)),
         (["neuron"], lambda cap: ap.neuron_view(cap, None, None)),
+        (["attention", "--span", "2:5"], lambda cap: ap.attention_view(cap, span=(2, 5))),
     ],
 )
 def test_a_view_is_the_page_that_the_function_makes(
@@ -87,6 +88,10 @@ def test_a_heat_map_is_written_as_its_name_ends(tmp_path: Path) -> None:
     assert [f"head {head}<" in grid for head in range(6)] == [True] * 6
     assert "layer 0, head 1<" in one
     assert "playing<" in one
+    part = tmp_path / "part.svg"
+    assert run("view", TEXT, *options, "--span", "1:3", "--out", str(part)).output == ""
+    assert "words 1 to 2 of 8<" in part.read_text("utf-8")
+    assert "playing<" not in part.read_text("utf-8")
 
 
 def test_characters_that_no_font_has_are_a_note(tmp_path: Path) -> None:
@@ -235,6 +240,9 @@ def test_a_hostile_text_runs_nothing(browser: Browser, tmp_path: Path) -> None:
         ),
         (["view", "--kind", "head", "--word", "park", "--out", "v.html"], "--word does not go"),
         (["view", "--kind", "model", "--nth", "0", "--out", "v.html"], "--nth does not go"),
+        (["view", "--kind", "model", "--span", "1:3", "--out", "v.html"], "--span does not go"),
+        (["view", "--kind", "heatmap", "--span", "1-3", "--out", "v.svg"], "--span START:STOP"),
+        (["view", "--kind", "heatmap", "--span", "3:3", "--out", "v.svg"], "span 3:3 is out of"),
         (["view", "--kind", "heatmap", "--lang", "de", "--out", "v.svg"], "--lang does not go"),
         (["view", "", "--kind", "head", "--out", "v.html"], "empty"),
         (["view", "the " * 250, "--kind", "head", "--out", "v.html"], "more than max_lines"),

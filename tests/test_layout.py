@@ -68,6 +68,7 @@ ORDER = [
     "effects.patching",
     "effects.variance",
     "recompute",
+    "stretch",
     "looking",
     "heads",
     "remarks",

@@ -245,13 +245,13 @@ def test_one_word_alone_is_its_row_of_all(cap, weigh, how):
 
 def test_of_one_word_only_its_own_rows_are_computed(cap, monkeypatch):
     asked = []
-    tiles = recompute.tiles
+    own = recompute.softmax_weights
 
-    def watched(*args, rows, **options):
+    def watched(*args, rows):
         asked.append(rows)
-        return tiles(*args, rows=rows, **options)
+        return own(*args, rows=rows)
 
-    monkeypatch.setattr(recompute, "tiles", watched)
+    monkeypatch.setattr(recompute, "softmax_weights", watched)
     at = at_of(cap, "unbelievably")
     tokens = cap.words_of(0).words[at].tokens
     assert len(tokens) > 1

@@ -169,7 +169,7 @@ def test_nothing_is_taken_before_it_is_refused(gpt2, limit, monkeypatch):
         raise AssertionError("it has begun")
 
     limit("100")
-    monkeypatch.setattr("attnprobe.recompute.tiles", begun)
+    monkeypatch.setattr("attnprobe.recompute.softmax_weights", begun)
     lm.register_forward_pre_hook(begun)
     for call in (lambda: ap.weights(cap, 0), lambda: ap.capture(lm, IDS), lambda: ap.verify(cap)):
         with pytest.raises(ap.InputError, match="would take about"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from attnprobe import outputs as module
 from attnprobe.formula import tiles
 from attnprobe.masks import GivenMask, MaskRule
-from attnprobe.outputs import attention, outputs
+from attnprobe.outputs import attention, outputs, weights
 from attnprobe.rounding import arithmetic
 from attnprobe.rowbounds import holds
 from attnprobe.terms import Terms
@@ -80,6 +80,25 @@ def test_output_equals_the_tiles_for_any_rule_and_size(name, tile_bytes):
     found = assembled(*operands(), RULES[name], tile_bytes=tile_bytes)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-12, atol=1e-15)
     assert torch.equal(found[2], expected[2].expand_as(found[2]))
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("text", range(BATCH))
+@pytest.mark.parametrize("rows", [slice(None), slice(2, 3), slice(3, 9)])
+@pytest.mark.parametrize(
+    "terms", [Terms(), Terms(softcap=2.0, sinks=torch.arange(-2.0, HEADS - 2))]
+)
+@pytest.mark.parametrize("tile", [1, 8 * 2 * KEYS * 3, 2**21])
+def test_weights_of_one_text_equal_the_tiles(name, text, rows, terms, tile, monkeypatch):
+    monkeypatch.setattr(module, "TILE_BYTES", tile)
+    query, key, value = operands(spread=9.0)
+    rule = RULES[name].within(text, range(HEADS), slice(0, QUERIES), slice(0, KEYS))
+    own = (one[text : text + 1] for one in (query, key, value))
+    (whole,) = tiles(*own, rule, SCALING, terms, tile_bytes=2**30)
+    expected = torch.zeros(HEADS, QUERIES, KEYS, dtype=torch.float64)
+    expected[..., : whole.weights.shape[-1]] = whole.weights[0]
+    found = weights(query[text], key[text], rule, SCALING, terms, rows=rows)
+    np.testing.assert_allclose(found, expected[:, rows], rtol=1e-12, atol=1e-300)
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from samples import gpt_oss
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -149,28 +148,6 @@ def gemma2(dtype=torch.float32, **options):
         **options,
     )
     return Gemma2ForCausalLM(config).eval().to(dtype)
-
-
-def gpt_oss(dtype=torch.float32):
-    torch.manual_seed(0)
-    config = GptOssConfig(
-        vocab_size=101,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=10,
-        intermediate_size=48,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        sliding_window=4,
-        initializer_range=0.5,
-        attn_implementation="eager",
-    )
-    model = GptOssForCausalLM(config).eval()
-    for layer in model.model.layers:
-        layer.self_attn.sinks.data.normal_(std=3.0)
-    return model.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -334,6 +334,7 @@ def test_every_strip_says_its_scale_and_its_sum(cap, show):
 
 def test_colours_are_centred_on_zero(show):
     tab = show(ap.walkthrough_view(two_words_one_head()))
+    tab.page.wait_for_selector("tr[data-name=weight] td")
     back = "all => all.map(one => getComputedStyle(one).backgroundColor)"
     first, second = tab.page.eval_on_selector_all("tr[data-name=raw] td", back)
     assert (first, second) == ("rgb(245, 246, 248)", "rgb(192, 90, 0)")  # 0, and the largest

@@ -73,7 +73,7 @@ def logits_row(cap: Capture, reason: str) -> Row:
         shapes = f"{tuple(outputs[1].shape)}, the capture's output is {tuple(cap.output.shape)}"
         return Row("logits", None, None, reason=f"the model gives {shapes}")
     rows = cap.output_padding
-    found = _spread(rows, *outputs)
+    found = _spread(*outputs, rows)
     count = int(rows.sum()) * cap.output.shape[-1]
     bound = found.spread * math.sqrt(2 * math.log(2 * count / FALSE_ALARM))  # (V,)
     usual = bound.median().item()
@@ -96,22 +96,23 @@ class _Spread:
     scale: float  # the deviation of own over the vocabulary, at the token where it is least
 
 
-def _spread(rows: Tensor, given: Tensor, own: Tensor, moved: Tensor) -> _Spread:
-    """How three outputs, (B, T, V) each, differ where `rows`, (B, T), is True; in float64, a block
-    of tokens at a time."""
+def _spread(given: Tensor, own: Tensor, moved: Tensor, rows: Tensor) -> _Spread:
+    """How three outputs, (B, T, V) each, differ at tokens that are no padding, (B, T) bool; in
+    float64, a block of tokens at a time."""
     error = torch.zeros(given.shape[-1], dtype=torch.float64, device=given.device)
     by_entry, by_token = torch.zeros_like(error), torch.zeros_like(error[0])
     scale = torch.full_like(by_token, math.inf)
-    places = rows.nonzero()  # (tokens, 2)
-    for start in range(0, len(places), TOKENS_AT_ONCE):
-        texts, tokens = places[start : start + TOKENS_AT_ONCE].T
-        g, o, m = (one[texts, tokens].double() for one in (given, own, moved))
+    blocks = (torch.split(one.flatten(0, 1), TOKENS_AT_ONCE) for one in (given, own, moved, rows))
+    for *some, kept in zip(*blocks, strict=True):
+        if not kept.any():
+            continue
+        g, o, m = (one[kept].double() for one in some)
         square = (m - o).square()
         by_entry += square.sum(0)
         by_token = torch.maximum(by_token, square.mean(-1).max())
         error = torch.maximum(error, (g - o).abs().amax(0))
         scale = torch.minimum(scale, o.std(-1).min())
-    spread = torch.maximum(by_entry / len(places), by_token).sqrt()
+    spread = torch.maximum(by_entry / rows.sum(), by_token).sqrt()
     return _Spread(error, spread, scale.item())
 
 

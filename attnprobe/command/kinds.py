@@ -63,6 +63,18 @@ def _written(option: str) -> str:
     return "--by-word" if option == "by" else f"--{option}"
 
 
+def span_of(written: str) -> tuple[int, int]:
+    """The stretch of words that `--span 100:160` names.
+
+    Raises:
+        InputError: it is not two whole numbers with a colon between.
+    """
+    found = re.fullmatch(r"(\d+):(\d+)", written)
+    if found is None:
+        raise InputError(f"expected --span START:STOP, positions of words from 0, got {written!r}")
+    return int(found[1]), int(found[2])
+
+
 def _view(function: str, *takes: str) -> Kind:
     """A kind that a function of attnprobe draws, which returns a `View`."""
     return Kind(partial(_page, function), takes)
@@ -111,8 +123,8 @@ KINDS = {
     "head": _view("head_view", "layer", "head", "by"),
     "model": _view("model_view", "layer", "head", "by"),
     "neuron": _view("neuron_view", "layer", "head"),
-    "attention": _view("attention_view", "layer", "head", "by"),
-    "heatmap": Kind(_heatmap, ("layer", "head", "by"), PICTURES),
+    "attention": _view("attention_view", "layer", "head", "by", "span"),
+    "heatmap": Kind(_heatmap, ("layer", "head", "by", "span"), PICTURES),
     "walk": _view("walkthrough_view", "word", "layer", "head", "nth", "lang"),
 }
 """By the name that `--kind` gives."""

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnprobe.recompute import Attention, Which
+from attnprobe.recompute import Shown, Which
 from attnprobe.records import Capture
+from attnprobe.stretch import Span
 from attnprobe.views.colours import colours
 from attnprobe.views.page import View, own_page, packed
 from attnprobe.views.selection import Selection, pairs, refuse_size
@@ -53,6 +54,7 @@ def attention_view(
     *,
     by: By = "token",
     text: int = 0,
+    span: Span = None,
     max_weights: int = WEIGHTS,
 ) -> View:
     """A page for long texts: every head small, one as a matrix, and the text with arcs and numbers.
@@ -67,6 +69,9 @@ def attention_view(
         head: from 0; one, several, or None for all; each has a colour.
         by: "token" or "word" (see `attnprobe.recompute.to_words`), to begin with.
         text: which text of a batch.
+        span: (start, stop), the words to show, counted from 0, `stop` left out; None for all. What
+            stands before them is one word `⋯`, which gets what all of it gets, so that rows sum to
+            1; it is then the first. So is what stands after, in a model that is not causal.
         max_weights: the most weights that the page may hold.
 
     Returns:
@@ -75,11 +80,11 @@ def attention_view(
         number.
 
     Raises:
-        InputError: layer, head or text out of range; an unknown `by`; more weights than
+        InputError: layer, head, text or span out of range; an unknown `by`; more weights than
             `max_weights`.
     """
-    picked = Selection.of(cap, layer, head, by, text, _WIDEST)
-    by_token = Selection.of(cap, picked.layers, picked.heads, "token", text, _WIDEST)
+    picked = Selection.of(cap, layer, head, by, text, _WIDEST, span)
+    by_token = Selection.of(cap, picked.layers, picked.heads, "token", text, _WIDEST, span)
     refuse_size(
         by_token,
         "attention_view",
@@ -88,14 +93,14 @@ def attention_view(
         what="weights",
         by_word=False,
     )
-    words = Selection.of(cap, picked.layers, picked.heads, "word", text, _WIDEST)
+    words = Selection.of(cap, picked.layers, picked.heads, "word", text, _WIDEST, span)
     by_head = colours(len(picked.heads))
     weights, first_layer = _weights(by_token)
     data = {
         **weights,
         "tokens": by_token.labels,
         "words": words.labels,
-        "word_of": list(cap.words_of(text).word_of),
+        "word_of": list(picked.stretch.words.word_of),
         "by": by,
         "layer_numbers": picked.layers,
         "heads": picked.heads,
@@ -106,7 +111,7 @@ def attention_view(
     header = f"<header>{html.escape(title)}. {_HINT}</header>"
     parts = ("attention_data", "attention_draw")
     drawn = own_page(title, "attention", f"{header}\n{_BODY}", data, parts=parts)
-    return View(title, drawn, height, _still(picked, first_layer.shown(by)[0], by_head))
+    return View(title, drawn, height, _still(picked, first_layer.by(by)[0], by_head))
 
 
 def _still(picked: Selection, shown: Tensor, by_head: list[str]) -> str:
@@ -117,7 +122,7 @@ def _still(picked: Selection, shown: Tensor, by_head: list[str]) -> str:
     return heads_and_words(shown, titles, by_head, picked.labels)
 
 
-def _weights(picked: Selection) -> tuple[dict[str, Any], Attention]:
+def _weights(picked: Selection) -> tuple[dict[str, Any], Shown]:
     """Weights by token as codes, and what each query leaves to other keys than the first.
 
     And the first layer's, as they are.
@@ -132,9 +137,9 @@ def _weights(picked: Selection) -> tuple[dict[str, Any], Attention]:
     kept = torch.ones(size, size, dtype=torch.bool)
     kept = kept.tril() if causal else kept
     weights, rests = [], []
-    first = picked.attention(picked.layers[0])
+    first = picked.shown(picked.layers[0])
     for layer in picked.layers:
-        found = first if layer == picked.layers[0] else picked.attention(layer)
+        found = first if layer == picked.layers[0] else picked.shown(layer)
         codes = (found.weights.sqrt() * levels).round().int() + 1  # (h, T, T)
         codes = codes.where(found.allowed, 0)[..., kept.to(codes.device)]  # (h, pairs)
         weights.append(packed(codes.cpu().numpy().astype(kind)))

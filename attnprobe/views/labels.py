@@ -6,21 +6,18 @@ import re
 import unicodedata
 from itertools import accumulate
 
-from attnprobe.records import Capture
-from attnprobe.words import By
+from attnprobe.words import By, Words
 
 # They would turn around what stands after them, so that a label shows what the text does not hold.
 _OVERRIDES = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
 
-def labels_of(cap: Capture, by: By, text: int, columns: int, *, keys: bool = False) -> list[str]:
+def labels_of(words: Words, by: By, columns: int) -> list[str]:
     """One text's tokens or words, none wider than some columns (see `columns_of`).
 
-    With `keys`, those of what it attends to. Bidirectional overrides stand as their code points,
-    `<U+202E>`.
+    Bidirectional overrides stand as their code points, `<U+202E>`.
     """
-    read = (cap.key_words_of(text) if keys else cap.words_of(text)).labels(by)
-    return [_shortened(without_overrides(label), columns) for label in read]
+    return [_shortened(without_overrides(label), columns) for label in words.labels(by)]
 
 
 def without_overrides(text: str) -> str:

@@ -141,7 +141,7 @@ def _checks(verification: VerificationReport) -> str:
 def _words(subject: _Subject) -> str:
     """A row for each word: what it looks at most, over all heads."""
     cap, text = subject.cap, subject.text
-    labels = labels_of(cap, "word", text, _LABEL)
+    labels = labels_of(cap.words_of(text), "word", _LABEL)
     plain = _by_query(attended(cap, top=_TOP, text=text), len(labels))
     rest = _by_query(attended(cap, top=_TOP_WITHOUT_FIRST, text=text, skip_first=True), len(labels))
     rows = []

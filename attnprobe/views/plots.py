@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnprobe.errors import InputError
-from attnprobe.recompute import Attention, Which, chosen
+from attnprobe.recompute import Which, chosen
 from attnprobe.records import Capture, captured
+from attnprobe.stretch import Span, Stretch
 from attnprobe.words import By
 
 _DOTS = 150  # an inch, of a picture in dots
@@ -35,6 +36,7 @@ def heatmap(
     *,
     by: By = "token",
     text: int = 0,
+    span: Span = None,
     vmax: float | None = None,
     ax: Axes | None = None,
 ) -> Axes:
@@ -53,6 +55,9 @@ def heatmap(
         head: from 0.
         by: "token" or "word" (see `attnprobe.recompute.to_words`).
         text: which text of a batch.
+        span: (start, stop), the words to show, counted from 0, `stop` left out; None for all. What
+            stands before them is one word `⋯`, which gets what all of it gets, so that rows sum to
+            1. So is what stands after, in a model that is not causal.
         vmax: the weight at the dark end of the scale; None for the largest one shown. In a causal
             model that is 1, for the first word sees itself only.
         ax: matplotlib's Axes to draw in, best of a figure whose `layout="constrained"` makes room
@@ -62,8 +67,8 @@ def heatmap(
         The Axes drawn in: `heatmap(…).figure.savefig("head.svg")` saves it, or as `.png`, `.pdf`.
 
     Raises:
-        InputError: layer, head or text out of range; an unknown `by`; a `vmax` that is not above 0;
-            an `ax` that is none; weights of more than `PICTURE_BYTES`.
+        InputError: layer, head, text or span out of range; an unknown `by`; a `vmax` that is not
+            above 0; an `ax` that is none; weights of more than `PICTURE_BYTES`.
     """
     from matplotlib.axes import Axes
 
@@ -72,8 +77,9 @@ def heatmap(
     if ax is not None and not isinstance(ax, Axes):
         raise InputError(f"ax must be one of matplotlib's Axes, or None; got {ax!r}")
     layers, heads = _chosen(cap, [layer], [head])
-    panels = _panels(cap, layers, heads, by, text)
-    sheet, lacking = _sheet(cap, panels, f"layer {layer}, head {head}", by, text, vmax)
+    stretch = Stretch.of(cap, text, span)
+    panels = _panels(stretch, layers, heads, by)
+    sheet, lacking = _sheet(stretch, panels, f"layer {layer}, head {head}", by, vmax)
     warn_of(lacking)
     return drawing.draw_one(panels[0][0], sheet, ax)
 
@@ -85,6 +91,7 @@ def heatmap_grid(
     *,
     by: By = "token",
     text: int = 0,
+    span: Span = None,
     vmax: float | None = None,
 ) -> np.ndarray:
     """Draw many heads in one figure: a row for each layer, a column for each head, one scale.
@@ -93,7 +100,7 @@ def heatmap_grid(
         cap: what `capture` returned.
         layer: from 0; one, several, or None for all.
         head: from 0; one, several, or None for all.
-        by, text, vmax: as for `heatmap`.
+        by, text, span, vmax: as for `heatmap`.
 
     Returns:
         (layers, heads) array of matplotlib's Axes, as `plt.subplots` gives them:
@@ -105,8 +112,9 @@ def heatmap_grid(
     from attnprobe.views import drawing
 
     layers, heads = _chosen(cap, layer, head)
-    panels = _panels(cap, layers, heads, by, text)
-    sheet, lacking = _sheet(cap, panels, "", by, text, vmax)
+    stretch = Stretch.of(cap, text, span)
+    panels = _panels(stretch, layers, heads, by)
+    sheet, lacking = _sheet(stretch, panels, "", by, vmax)
     warn_of(lacking)
     return drawing.draw_grid(panels, sheet, layers, heads)
 
@@ -138,9 +146,7 @@ def _chosen(cap: Capture, layer: Which, head: Which) -> tuple[list[int], list[in
     return layers, chosen(head, counts[0], "head")
 
 
-def _panels(
-    cap: Capture, layers: list[int], heads: list[int], by: By, text: int
-) -> list[list[Panel]]:
+def _panels(stretch: Stretch, layers: list[int], heads: list[int], by: By) -> list[list[Panel]]:
     """A row of panels for each layer.
 
     Raises:
@@ -148,22 +154,22 @@ def _panels(
     """
     from attnprobe.views.drawing import Panel
 
-    needed = 8 * len(layers) * len(heads) * len(cap.words_of(text).labels(by)) ** 2
+    needed = 8 * len(layers) * len(heads) * len(stretch.words.labels(by)) ** 2
     if needed > PICTURE_BYTES:
         raise InputError(
             f"the picture would hold {needed / 1e6:,.0f} MB of weights, more than "
-            f"{PICTURE_BYTES / 1e6:,.0f} MB. Choose fewer layers and heads, or by='word'"
+            f"{PICTURE_BYTES / 1e6:,.0f} MB. Choose fewer layers and heads, by='word', or a span"
         )
     rows = []
     for layer in layers:
-        weights, allowed = Attention.of(cap, layer, heads, text, holds=4).shown(by)  # (h, N, N)
+        weights, allowed = stretch.shown(layer, heads).by(by)  # (h, N, N), (N, N)
         where = allowed.cpu().numpy()
         rows.append([Panel(one, where) for one in weights.cpu().numpy()])
     return rows
 
 
 def _sheet(
-    cap: Capture, panels: list[list[Panel]], which: str, by: By, text: int, vmax: float | None
+    stretch: Stretch, panels: list[list[Panel]], which: str, by: By, vmax: float | None
 ) -> tuple[Sheet, list[str]]:
     """What the panels share, and the characters in it that no font has."""
     from attnprobe.views import drawing, fonts
@@ -172,11 +178,12 @@ def _sheet(
         vmax = max(float(panel.weights.max()) for row in panels for panel in row)
     elif not (isinstance(vmax, int | float) and math.isfinite(vmax) and vmax > 0):
         raise InputError(f"vmax must be a weight above 0, got {vmax!r}")
-    name = shortened(cap.model_name, LONGEST_NAME)
+    name = shortened(stretch.cap.model_name, LONGEST_NAME)
     heading = ", ".join(filter(None, (name, which)))
-    letters = fonts.legible([heading, *cap.words_of(text).labels(by)])
+    letters = fonts.legible([heading, *stretch.words.labels(by)])
     heading, *labels = letters.texts
-    title = "\n".join(filter(None, (heading, f"attention weights by {by}")))
+    shown = ", ".join(filter(None, (f"attention weights by {by}", stretch.title)))
+    title = "\n".join(filter(None, (heading, shown)))
     labels = [shortened(label, LONGEST) for label in labels]
     return drawing.Sheet(title, by, labels, letters.families, vmax), letters.lacking
 

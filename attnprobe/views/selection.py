@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from attnprobe.errors import InputError, NonFiniteError
-from attnprobe.recompute import Attention, Which, chosen
+from attnprobe.recompute import Attention, Shown, Which, chosen
 from attnprobe.records import Capture, captured, whole
+from attnprobe.stretch import Span, Stretch
 from attnprobe.views.labels import labels_of
 from attnprobe.words import By
 
@@ -20,30 +21,39 @@ Drawn = Callable[[int, int, int], int]
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Some layers and heads of one text of a capture, by token or by word."""
+    """Some layers and heads of one text of a capture, or of a stretch of it, by token or word."""
 
     cap: Capture
     layers: list[int]
     heads: list[int]
     by: By
     text: int
+    stretch: Stretch
     labels: list[str]
     key_labels: list[str]
 
     @classmethod
     def of(
-        cls, cap: Capture, layer: Which, head: Which, by: By, text: int, columns: int
+        cls,
+        cap: Capture,
+        layer: Which,
+        head: Which,
+        by: By,
+        text: int,
+        columns: int,
+        span: Span = None,
     ) -> Selection:
         """What is asked for; labels are cut to a width of `columns`.
 
         Raises:
-            InputError: layer, head or text out of range; layers with different numbers of heads;
-                an unknown `by`.
+            InputError: layer, head, text or span out of range; layers with different numbers of
+                heads; an unknown `by`.
         """
         if by not in ("token", "word"):
             raise InputError(f"by must be 'token' or 'word', got {by!r}")
-        labels = labels_of(captured(cap), by, text, columns)
-        key_labels = labels_of(cap, by, text, columns, keys=True)
+        stretch = Stretch.of(captured(cap), text, span)
+        labels = labels_of(stretch.words, by, columns)
+        key_labels = labels_of(cap.key_words_of(text), by, columns) if cap.source else labels
         layers = chosen(layer, cap.layers, "layer")
         counts = {cap.call(one).heads for one in layers}
         if len(counts) > 1:
@@ -52,7 +62,7 @@ class Selection:
                 "choose layers with the same number of heads"
             )
         heads = chosen(head, counts.pop(), "head")
-        return cls(cap, layers, heads, by, text, labels, key_labels)
+        return cls(cap, layers, heads, by, text, stretch, labels, key_labels)
 
     @property
     def title(self) -> str:
@@ -61,20 +71,28 @@ class Selection:
         parts = [
             _numbered("layer", self.layers),
             _numbered("head", self.heads),
-            _counted(len(self.labels), self.by),
+            self.stretch.title or _counted(len(self.labels), self.by),
         ]
         return ", ".join([name, *parts] if name else parts)
 
-    def attention(self, layer: int, *, cross: bool = False) -> Attention:
-        """The chosen heads of one layer, by token; `cross` as for `Attention.of`.
+    def attention(self, layer: int) -> Attention:
+        """The chosen heads of one layer, by token, of the whole text.
 
         Raises:
             NonFiniteError: a row of weights does not sum to 1.
         """
-        found = Attention.of(self.cap, layer, self.heads, self.text, cross=cross, holds=4)
-        sums = found.weights.sum(-1) + (0 if found.sink is None else found.sink)
-        if not ((sums - 1).abs() < 1e-6).all():  # written so that NaN fails
-            raise NonFiniteError(f"the weights of layer {layer} do not sum to 1 along each row")
+        found = Attention.of(self.cap, layer, self.heads, self.text, holds=4)
+        _refuse_sums(found.shown, layer)
+        return found
+
+    def shown(self, layer: int, *, cross: bool = False) -> Shown:
+        """The weights of the chosen heads of one layer; `cross` as for `Attention.of`.
+
+        Raises:
+            NonFiniteError: a row of weights does not sum to 1.
+        """
+        found = self.stretch.shown(layer, self.heads, cross=cross)
+        _refuse_sums(found, layer)
         return found
 
     def weights(self) -> Tensor:
@@ -85,12 +103,19 @@ class Selection:
         Raises:
             NonFiniteError: a row does not sum to 1.
         """
-        every = (self.attention(layer, cross=True).shown(self.by)[0] for layer in self.layers)
+        every = (self.shown(layer, cross=True).by(self.by)[0] for layer in self.layers)
         return torch.stack(list(every))
 
     def pairs(self, count: int) -> int:
         """How many lines one head of a text of so many tokens or words has."""
         return count * len(self.key_labels) if self.cap.source else pairs(count, self.cap.causal)
+
+
+def _refuse_sums(found: Shown, layer: int) -> None:
+    sums = found.weights.sum(-1)
+    right = (sums - 1).abs() < 1e-6 if found.sinks is None else (sums - 0.5).abs() < 0.5 + 1e-6
+    if not right.all():  # written so that NaN fails
+        raise NonFiniteError(f"the weights of layer {layer} do not sum to 1 along each row")
 
 
 def pairs(count: int, causal: bool) -> int:

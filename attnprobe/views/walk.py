@@ -74,7 +74,7 @@ def walkthrough_view(
     words = cap.words_of(text)
     at = _last(words) if word is None else position(words, word, nth)
     _refuse_bytes(picked, whole(max_bytes, "max_bytes"))
-    labels = labels_of(cap, "word", text, _WIDEST)
+    labels = labels_of(words, "word", _WIDEST)
     data = {
         **_held(picked),
         "model": cap.model_name,
