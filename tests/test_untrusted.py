@@ -53,7 +53,11 @@ def marked(mark: Path, code: str) -> str:
 def of_config(folder: Path, mark: Path) -> None:
     classes = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     edit(folder / "config.json", auto_map=classes)
-    code = "from transformers import GPT2Config as Config, GPT2LMHeadModel as Model"
+    code = """
+from transformers import GPT2Config, GPT2LMHeadModel
+class Config(GPT2Config): pass
+class Model(GPT2LMHeadModel): config_class = Config
+"""
     (folder / "own.py").write_text(marked(mark, code))
 
 
@@ -65,7 +69,7 @@ def of_an_unknown_type(folder: Path, mark: Path) -> None:
 def of_the_tokenizer(folder: Path, mark: Path) -> None:
     classes = {"AutoTokenizer": ["own.Tokenizer", None]}
     edit(folder / "tokenizer_config.json", tokenizer_class="Tokenizer", auto_map=classes)
-    code = "from transformers import GPT2Tokenizer as Tokenizer"
+    code = "from transformers import GPT2Tokenizer\nclass Tokenizer(GPT2Tokenizer): pass"
     (folder / "own.py").write_text(marked(mark, code))
 
 
