@@ -53,6 +53,7 @@ def marked(mark: Path, code: str) -> str:
 def of_config(folder: Path, mark: Path) -> None:
     classes = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     edit(folder / "config.json", auto_map=classes)
+    edit(folder / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
     code = """
 from transformers import GPT2Config, GPT2LMHeadModel
 class Config(GPT2Config): pass
