@@ -158,7 +158,7 @@ def _combined(
     alone, (1, N), no other is computed."""
     if how not in ("mean", "max", "rollout"):
         raise InputError(f"how must be 'mean', 'max' or 'rollout', got {how!r}")
-    if weigh not in _NAMES:
+    if weigh not in tuple(_NAMES):  # which may be of any type, and have no hash
         raise InputError(f"weigh must be 'weight' or 'value', got {weigh!r}")
     words = cap.words_of(text)
     layers = chosen(layer, cap.layers, "layer")

@@ -212,6 +212,11 @@ class AttentionCall:
         return arithmetic(self.dtype, self.kernel, self.operands)
 
     @property
+    def layer_rounding(self) -> Arithmetic:
+        """How the linear layers, norms and rotary positions round, on either side of the kernel."""
+        return arithmetic(self.dtype, "", self.operands)
+
+    @property
     def heads(self) -> int:
         """The number of (query) heads, H."""
         return self.query.shape[1]
