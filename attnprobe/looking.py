@@ -162,15 +162,15 @@ def _combined(
         raise InputError(f"weigh must be 'weight' or 'value', got {weigh!r}")
     words = cap.words_of(text)
     layers = chosen(layer, cap.layers, "layer")
-    heads = chosen(head, cap.calls[0].heads, "head")
+    by_layer = [(one, chosen(head, cap.call(one).heads, "head")) for one in layers]
     if how == "rollout":
         if head is not None or weigh == "value":
             raise InputError("rollout mixes the weights of all heads: leave out head and weigh")
         if layer is not None and len(layers) != 1:
             raise InputError("rollout goes from the first layer to one: give one layer, or none")
-        return to_words(_rollout(cap, layers[-1], heads, text), words)
+        return to_words(_rollout(cap, layers[-1], text), words)
     total: Tensor | None = None
-    for one in layers:
+    for one, heads in by_layer:
         if only is None:
             by_head = to_words(_weighed(cap, one, heads, weigh, text), words)  # (h, N, N)
         else:
@@ -224,9 +224,10 @@ def value_shares(call: AttentionCall, heads: list[int], attention: Attention) ->
     return lengths / lengths.sum(-1, keepdim=True).clamp(min=torch.finfo(lengths.dtype).tiny)
 
 
-def _rollout(cap: Capture, last: int, heads: list[int], text: int) -> Tensor:
+def _rollout(cap: Capture, last: int, text: int) -> Tensor:
     flow: Tensor | None = None
     for layer in range(last + 1):
+        heads = chosen(None, cap.call(layer).heads, "head")
         mean = Attention.of(cap, layer, heads, text, holds=2, instead=_ONE_WORD).weights.mean(
             0
         )  # (T, T)

@@ -84,8 +84,10 @@ def chosen(which: Which, count: int, what: str) -> list[int]:
     """The numbers that an argument names: one, several, or all of them for None.
 
     Raises:
-        InputError: one of them is out of range or no whole number, or there is none.
+        InputError: one of them is out of range or no whole number, or there is none to choose.
     """
+    if not count:
+        raise InputError(f"this capture holds no {what} to choose from")
     if which is None:
         return list(range(count))
     several = isinstance(which, Iterable) and not isinstance(which, str | bytes)

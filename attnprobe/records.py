@@ -404,7 +404,13 @@ class Capture:
 
     @property
     def causal(self) -> bool:
-        """Whether no word sees a later one."""
+        """Whether no word sees a later one.
+
+        Raises:
+            InputError: no call was kept that could tell.
+        """
+        if not self.calls:
+            raise InputError("no attention call was kept of this capture: capture other layers")
         rule = self.calls[0].expected_mask
         return rule is not None and rule.causal
 

@@ -71,15 +71,16 @@ def table(
     """
     texts = chosen(text, len(captured(cap)), "text")
     layers = chosen(layer, cap.layers, "layer")
-    heads = chosen(head, cap.calls[0].heads, "head")
+    heads = [(one, chosen(head, cap.call(one).heads, "head")) for one in layers]
+    count = sum(len(some) for _, some in heads)
     if wide:
-        if len(texts) * len(layers) * len(heads) != 1:
+        if len(texts) * count != 1:
             raise InputError("wide shows one text, layer and head: give text, layer and head")
         _refuse_size(8 * _pairs(cap, texts, by, future=True), max_bytes)
-        return _wide(cap, layers[0], heads[0], by, texts[0])
-    rows = len(layers) * len(heads) * _pairs(cap, texts, by, future)
+        return _wide(cap, layers[0], heads[0][1][0], by, texts[0])
+    rows = count * _pairs(cap, texts, by, future)
     _refuse_size(_ROW_BYTES * rows, max_bytes)
-    frames = [_long(cap, one, layers, heads, by, future) for one in texts]
+    frames = [_long(cap, one, heads, by, future) for one in texts]
     return frames[0] if len(frames) == 1 else _stacked(frames)
 
 
@@ -101,9 +102,9 @@ def _refuse_size(needed: int, max_bytes: int) -> None:
 
 
 def _long(
-    cap: Capture, text: int, layers: list[int], heads: list[int], by: By, future: bool
+    cap: Capture, text: int, heads: list[tuple[int, list[int]]], by: By, future: bool
 ) -> pd.DataFrame:
-    parts = [_of_layer(cap, text, layer, heads, by, future) for layer in layers]
+    parts = [_of_layer(cap, text, layer, some, by, future) for layer, some in heads]
     columns: dict[str, Any] = {
         name: np.concatenate([part[name] for part in parts]) for name in parts[0]
     }

@@ -55,11 +55,13 @@ def stream_of(cap: Capture) -> Stream:
     """The names of a captured model's modules.
 
     Raises:
-        InputError: the capture has no model with it.
+        InputError: the capture has no model with it, or no attention call.
         ModelError: a model of a class that is not known (the message says which are).
     """
     if cap.lm is None:
         raise InputError("the capture has no model with it: its logits cannot be taken apart")
+    if not cap.calls:
+        raise InputError("the capture has no attention call: its logits cannot be taken apart")
     kind = type(cap.lm.model)
     stream = STREAMS.get(kind.__name__)
     if stream is None or not kind.__module__.startswith("transformers."):
