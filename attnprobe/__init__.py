@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from attnprobe.models import load
     from attnprobe.recompute import scores, weights
     from attnprobe.records import AttentionCall, Capture, LanguageModel
+    from attnprobe.roles import head_roles
     from attnprobe.saving.captures import load_capture, save
     from attnprobe.tables import styled, table
     from attnprobe.verification import verify
     from attnprobe.views.attention import attention_view
     from attnprobe.views.bertviz import head_view, model_view, neuron_view
     from attnprobe.views.effects import effect_map
+    from attnprobe.views.histograms import histogram_grid
     from attnprobe.views.overview import report_view
     from attnprobe.views.page import View
     from attnprobe.views.plots import heatmap, heatmap_grid
@@ -52,10 +54,12 @@ __all__ = [
     "edit",
     "effect_map",
     "head_effects",
+    "head_roles",
     "head_stats",
     "head_view",
     "heatmap",
     "heatmap_grid",
+    "histogram_grid",
     "load",
     "load_capture",
     "logit_contributions",
@@ -92,6 +96,7 @@ _HOMES = {
     "recompute": ("scores", "weights"),
     "saving.captures": ("load_capture", "save"),
     "checking.report": ("VerificationReport",),
+    "roles": ("head_roles",),
     "looking": ("attended", "attended_by"),
     "tables": ("styled", "table"),
     "effects.variance": ("scale_variance",),
@@ -99,6 +104,7 @@ _HOMES = {
     "views.attention": ("attention_view",),
     "views.bertviz": ("head_view", "model_view", "neuron_view"),
     "views.effects": ("effect_map",),
+    "views.histograms": ("histogram_grid",),
     "views.overview": ("report_view",),
     "views.page": ("View",),
     "views.plots": ("heatmap", "heatmap_grid"),

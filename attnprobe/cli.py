@@ -12,6 +12,7 @@ import io
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,12 +43,14 @@ from attnprobe.command.options import (
     Part,
     PartOption,
     Revision,
+    TableOrPicture,
     Target,
     Text,
 )
 from attnprobe.command.targets import (
     PAGE,
     PICTURES,
+    Format,
     check_file,
     check_shown,
     check_table,
@@ -60,6 +63,8 @@ from attnprobe.command.targets import (
 from attnprobe.errors import InputError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from attnprobe.records import Capture, LanguageModel
 
 app = typer.Typer(
@@ -306,10 +311,7 @@ def ablate(
     ] = None,
     how: Annotated[str, typer.Option(help="The head's output: zero, mean or resample.")] = "zero",
     format: FormatOption = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write to this file: a table, or a picture (.svg, .png, .pdf)."),
-    ] = None,
+    out: TableOrPicture = None,
     model: Model = "bundled",
     dtype: Dtype = "float32",
     attn: Attn = None,
@@ -327,12 +329,47 @@ def ablate(
         lm = _load(model, revision, dtype, attn, device)
         with progress("silencing heads") as show:
             frame = head_effects(lm, text, **options, progress=show)
-        if out is not None and out.suffix.lower() in PICTURES:
-            with warnings_as_notes():
-                content = effect_picture(frame, out.suffix.lower())
-            give_shown(content, out, False, out.suffix)
+        _give_table_or_picture(frame, format, out)
+
+
+@app.command()
+def heads(
+    text: Annotated[
+        str | None, typer.Argument(help="Of which text. If not given, repeated random tokens.")
+    ] = None,
+    value: Annotated[str | None, typer.Option(help="The column that a picture shows.")] = None,
+    format: FormatOption = None,
+    out: TableOrPicture = None,
+    model: Model = "bundled",
+    dtype: Dtype = "float32",
+    attn: Attn = None,
+    device: Device = "cpu",
+    revision: Revision = None,
+) -> None:
+    """What each head does: statistics of a text, or, without one, its known role.
+
+    Roles are previous, duplicate and induction, by scores on random tokens that come twice.
+    """
+    with exits():
+        format = check_table_or_picture(out, format)
+        drawn = out is not None and out.suffix.lower() in PICTURES
+        if drawn is (value is None):
+            raise InputError(
+                "--value names the column that a picture shows: it goes with --out and a name in "
+                f"{', '.join(PICTURES)}, and they with it"
+            )
+        if text is None:
+            from attnprobe.roles import head_roles
+
+            frame = head_roles(_load(model, revision, dtype, attn, device))
         else:
-            give_table(frame, format, out)
+            from attnprobe.heads import head_stats
+
+            frame = head_stats(_capture(text, None, model, revision, dtype, attn, device))
+        from attnprobe.command.printing import frame_text, stats_text
+
+        as_text = frame_text if text is None else stats_text
+        _give_table_or_picture(frame, format, out, value, as_text)
 
 
 @app.command()
@@ -429,6 +466,22 @@ def _load(
     from attnprobe.models import load
 
     return load(model, revision=revision, dtype=dtype, attn=attn, device=device)
+
+
+def _give_table_or_picture(
+    frame: pd.DataFrame,
+    format: Format | None,
+    out: Path | None,
+    value: str | None = None,
+    as_text: Callable[[pd.DataFrame, int | None], str] | None = None,
+) -> None:
+    """Draw a frame of heads where the file's name is that of a picture; else as `give_table`."""
+    if out is not None and out.suffix.lower() in PICTURES:
+        with warnings_as_notes():
+            content = effect_picture(frame, out.suffix.lower(), value)
+        give_shown(content, out, False, out.suffix)
+    else:
+        give_table(frame, format, out, as_text)
 
 
 def _part(cap: Capture, part: Part | None) -> Capture:

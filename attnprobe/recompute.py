@@ -234,7 +234,7 @@ class Attention:
         *,
         cross: bool = False,
         only: slice = slice(None),
-        holds: float,
+        holds: float = 4,
         instead: str | None = None,
     ) -> Attention:
         """Some heads of one layer of a capture, over one text.

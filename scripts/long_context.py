@@ -57,9 +57,9 @@ def main() -> None:
     timed("heatmap of a span of 61 words", lambda: ap.heatmap(cap, 15, 4, by="word", span=span))
     view = timed(
         "attention_view of a span of 61 words, every head",
-        lambda: ap.attention_view(cap, by="word", span=span).save("span.html"),
+        lambda: ap.attention_view(cap, by="word", span=span),
     )
-    print(f"{view.stat().st_size / 1e6:.1f} MB")
+    print(f"{len(view.html) / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import pandas as pd
 import pytest
 import transformers
 from browser import opened
@@ -305,3 +306,38 @@ def test_a_full_disk_leaves_what_was_there(
     assert looked_at == []
     assert out.read_text() == "of yesterday"
     assert list(tmp_path.iterdir()) == [out]
+
+
+# heads
+
+
+def test_heads_of_no_text_are_their_roles(tmp_path: Path) -> None:
+    out = tmp_path / "roles.csv"
+    assert run("heads", "--out", str(out)).output == ""
+    expected = ap.head_roles(ap.load("bundled"))
+    pd.testing.assert_frame_equal(pd.read_csv(out, keep_default_na=False), expected)
+    shown = run("heads").output
+    assert "induction" in shown.splitlines()[8]
+
+
+def test_heads_of_a_text_are_their_statistics(tmp_path: Path) -> None:
+    out = tmp_path / "stats.csv"
+    assert run("heads", TEXT, "--out", str(out)).output == ""
+    expected = ap.head_stats(ap.capture(ap.load("bundled"), TEXT))
+    pd.testing.assert_frame_equal(pd.read_csv(out), expected)
+    shown = run("heads", TEXT).output
+    assert "entropy" in shown
+    assert "value_first" not in shown
+    assert shown.endswith("more columns: --format csv\n")
+
+
+def test_a_picture_of_heads_needs_a_column(tmp_path: Path) -> None:
+    out = tmp_path / "heads.svg"
+    assert run("heads", "--value", "induction", "--out", str(out)).output == ""
+    assert "behind equal earlier" in out.read_text("utf-8")
+    for arguments in (["--out", str(out)], ["--value", "induction"]):
+        result = run("heads", *arguments)
+        assert result.exit_code == 2
+        assert "--value names the column that a picture shows" in result.stderr
+    result = run("heads", "--value", "no", "--out", str(out))
+    assert (result.exit_code, "no column 'no'" in result.stderr) == (2, True)

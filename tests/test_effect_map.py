@@ -117,9 +117,9 @@ def test_title_and_scale_say_what_is_shown():
     ax = ap.effect_map(by_position(["a", "b"]))
     assert title(ax) == "share of the logit difference that is restored, by layer and position"
     assert bar(ax).get_ylabel() == "restored (1: all of it)"
-    ax = ap.effect_map(by_head().rename(columns={"effect": "entropy"}), value="entropy")
-    assert ax.get_title() == "entropy by layer and head"
-    assert bar(ax).get_ylabel() == "entropy"
+    ax = ap.effect_map(by_head().rename(columns={"effect": "gain"}), value="gain")
+    assert ax.get_title() == "gain by layer and head"
+    assert bar(ax).get_ylabel() == "gain"
 
 
 def contributions(**others):

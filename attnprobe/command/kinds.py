@@ -108,7 +108,7 @@ def _heatmap(cap: Capture, options: Options, suffix: str) -> bytes:
     return picture((heatmap if one else heatmap_grid)(cap, **options), suffix.removeprefix("."))
 
 
-def effect_picture(frame: pd.DataFrame, suffix: str) -> bytes:
+def effect_picture(frame: pd.DataFrame, suffix: str, value: str | None = None) -> bytes:
     """What `effect_map` draws of a frame, as the content of a file whose name ends so."""
     import matplotlib as mpl
 
@@ -116,7 +116,7 @@ def effect_picture(frame: pd.DataFrame, suffix: str) -> bytes:
     from attnprobe.views.plots import picture
 
     mpl.use("agg")
-    return picture(effect_map(frame), suffix.removeprefix("."))
+    return picture(effect_map(frame, value=value), suffix.removeprefix("."))
 
 
 KINDS = {

@@ -44,5 +44,9 @@ FormatOption = Annotated[
     typer.Option("--format", help="How to write the table; else as the name in --out ends."),
 ]
 Out = Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")]
+TableOrPicture = Annotated[
+    Path | None,
+    typer.Option("--out", help="Write to this file: a table, or a picture (.svg, .png, .pdf)."),
+]
 Page = Annotated[Path | None, typer.Option("--out", help="Write to this file.")]
 Open = Annotated[bool, typer.Option("--open", help="Open it in the browser.")]

@@ -151,6 +151,17 @@ def effects_text(frame: pd.DataFrame, width: int | None = None) -> str:
     return "\n".join([table, "", *lines])
 
 
+def stats_text(frame: pd.DataFrame, width: int | None = None) -> str:
+    """What `head_stats` returned, to read: the columns that hold a number, without counts and
+    shares by value, and what is left out. `width` is as for `frame_text`."""
+    more = [name for name in frame.columns if name.startswith("value_") or name.endswith("_rows")]
+    shown = frame.drop(columns=more).dropna(axis=1, how="all")
+    table = frame_text(shown)
+    if width is not None and max(map(len, table.splitlines())) > width:
+        table = _narrow(shown.astype({"layer": str}), width)
+    return f"{table}\n\n{len(frame.columns) - len(shown.columns)} more columns: --format csv"
+
+
 def _narrow(frame: pd.DataFrame, width: int) -> str:
     """A table whose first column is as wide as its longest word, and whose names are in lines, so
     that no word need be broken."""

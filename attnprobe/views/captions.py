@@ -24,6 +24,36 @@ MEANINGS = {
 }
 """What each column that is drawn by itself means: in the title, and beside the scale."""
 
+_MASS = ("mean weight on {}", "weight (0 to 1)")
+_KEYS = {
+    "first": "the first token",
+    "previous": "the token before",
+    "two_before": "the last token but one",
+    "same": "the token itself",
+    "next": "the next token",
+    "punctuation": "punctuation",
+    "duplicate": "equal earlier tokens",
+    "induction": "tokens behind equal earlier ones",
+}
+
+STATISTICS = {
+    "entropy": ("mean entropy of the weights", "entropy (nats)"),
+    "entropy_share": ("mean entropy of the weights", "share of the most there can be"),
+    "largest": ("mean of each row's largest weight", _MASS[1]),
+    "distance": ("mean distance looked back", "distance (tokens)"),
+    "distance_without_first": (
+        "mean distance looked back, without the first token",
+        "distance (tokens)",
+    ),
+    "variability": ("variability of the weights by content", "variability (0 to 1)"),
+    **{name: (_MASS[0].format(keys), _MASS[1]) for name, keys in _KEYS.items()},
+    **{
+        f"value_{name}": (f"mean share, by value, of {keys}", "share (0 to 1)")
+        for name, keys in _KEYS.items()
+    },
+}
+"""The same of the columns of `head_stats` and `head_roles`, none of which goes below 0."""
+
 SILENCED = {
     "zero": "its output is zero",
     "mean": "its output is its mean",
@@ -56,13 +86,14 @@ def caption_of(frame: pd.DataFrame, by: str, value: str, left_out: list[str]) ->
     """What is said of a column, by what `frame.attrs` holds: nothing of what it does not.
 
     Args:
-        frame: with attrs as `head_effects`, `patch_effects` or `logit_contributions` leave them.
+        frame: with attrs as `head_effects`, `patch_effects`, `logit_contributions` or `head_roles`
+            leave them.
         by: "head" or "position".
         value: the column.
         left_out: the parts in the frame that are not drawn.
     """
     attrs: Mapping[Any, Any] = frame.attrs
-    what, unit = MEANINGS.get(value, (f"{value} by layer and {by}", value))
+    what, unit = (MEANINGS | STATISTICS).get(value, (f"{value} by layer and {by}", value))
     details: list[str] = []
     if value == "effect" and attrs.get("metric"):
         what += f" in the {_metric(attrs)}"
@@ -77,6 +108,11 @@ def caption_of(frame: pd.DataFrame, by: str, value: str, left_out: list[str]) ->
         what = what.replace("head", ", ".join(["head", *others[:-1]]) + _and(others[-1:]))
         what += _of(attrs.get("word"), attrs.get("against"))
         details = _of_contribution(attrs, left_out)
+    elif "threshold" in attrs:  # what `head_roles` leaves
+        details = [
+            f"{attrs.get('texts')} texts of {attrs.get('tokens')} random tokens, each twice in a "
+            f"row (seed {attrs.get('seed')})"
+        ]
     name = shortened(str(attrs.get("model", "")), LONGEST_NAME)
     return Caption([*filter(None, [name]), what], details, unit)
 

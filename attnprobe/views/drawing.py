@@ -139,7 +139,7 @@ def draw_grid(
     count = len(sheet.labels)
     side = min(max(1.3, 0.1 * count), 2.6, max(1.0, 24 / len(heads)))
     cell = 72 * side / count
-    figure, grid = _grid(len(layers), len(heads), side, sheet.width(cell) / 72)
+    figure, grid = axes_grid(len(layers), len(heads), side, sheet.width(cell) / 72)
     for axes, across in zip(grid, panels, strict=True):
         for ax, panel in zip(axes, across, strict=True):
             image = _cells(ax, panel, sheet.vmax)
@@ -155,7 +155,7 @@ def draw_grid(
     return grid
 
 
-def _grid(rows: int, columns: int, side: float, label: float) -> tuple[Figure, np.ndarray]:
+def axes_grid(rows: int, columns: int, side: float, label: float) -> tuple[Figure, np.ndarray]:
     """A figure of axes of so many inches, (rows, columns), with room at the left and below.
 
     Placed by arithmetic: matplotlib's layout takes seconds for a hundred axes.

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from attnprobe.errors import InputError
-from attnprobe.views.captions import MEANINGS, Caption, caption_of, folded
+from attnprobe.views.captions import MEANINGS, STATISTICS, Caption, caption_of, folded
 from attnprobe.views.colours import SIGNED
 from attnprobe.views.plots import LONGEST, shortened, warn_of
 
@@ -33,21 +33,23 @@ APART = {"attention bias": "b_O", "mlp": "mlp"}
 
 
 def effect_map(frame: pd.DataFrame, *, value: str | None = None, ax: Axes | None = None) -> Axes:
-    """Draw a number for each layer and head, or each layer and position, around 0.
+    """Draw a number for each layer and head, or each layer and position.
 
-    A row for each layer, the first at the top; orange above 0, blue below, as far on either side.
+    A row for each layer, the first at the top; orange above 0, blue below, as far on either side;
+    what never goes below 0, a statistic or a role's score, from light to dark, as weights are.
     What the frame has no number for is hatched. What stands above (model, metric, words, text, the
     unchanged model's numbers) and the units come from `frame.attrs`, where there are any: a frame
     that was read from a file is drawn without them.
 
     Args:
-        frame: what `head_effects` or `patch_effects` returned, the frame of
-            `logit_contributions`, or any frame with the columns layer and head, or layer and
-            position (then token, if there is one, for labels), and a column of numbers. A layer's
-            attention bias (b_O) and mlp, by the column part, stand apart from its heads; other rows
+        frame: what `head_effects`, `patch_effects`, `head_stats` or `head_roles` returned, the
+            frame of `logit_contributions`, or any frame with the columns layer and head, or layer
+            and position (then token, if there is one, for labels), and a column of numbers. A
+            layer's attention bias (b_O) and mlp, by the column part, stand apart; other rows
             without a layer or a head are left out, and the picture names those of
             `logit_contributions`.
-        value: the column to draw; restored, effect or contribution by default.
+        value: the column to draw; restored, effect or contribution by default; of a frame of
+            statistics, name one.
         ax: matplotlib's Axes to draw in, as for `heatmap`.
 
     Returns:
@@ -80,6 +82,7 @@ class _Grid:
     by: Literal["head", "position"]
     labels: list[str]  # of the columns
     apart: int
+    signed: bool  # whether numbers below 0 have a meaning
     caption: Caption
 
     @classmethod
@@ -107,7 +110,8 @@ class _Grid:
         if np.nanmax(np.abs(cells)) > FARTHEST:
             raise InputError(f"{value!r} holds numbers beyond ±{FARTHEST:g}: too large to draw")
         caption = caption_of(frame, by, value, left_out)
-        return cls(cells, [int(one) for one in wide.index], by, labels, apart, caption)
+        numbers = [int(one) for one in wide.index]
+        return cls(cells, numbers, by, labels, apart, value not in STATISTICS, caption)
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
@@ -216,7 +220,7 @@ def _sheets(grid: _Grid) -> tuple[Sheet, Sheet, Caption, list[str]]:
 def _draw(grid: _Grid, rows: Sheet, columns: Sheet, said: Caption, ax: Axes | None) -> Axes:
     """The cells, their labels, the scale and what stands above; in a figure of its own where `ax`
     is None."""
-    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.colors import Colormap, LinearSegmentedColormap
 
     from attnprobe.views import drawing
 
@@ -236,14 +240,16 @@ def _draw(grid: _Grid, rows: Sheet, columns: Sheet, said: Caption, ax: Axes | No
         width, height = _sides(ax)
         title = _titled(said, width)
     clear = (1.0, 1.0, 1.0, 0.0)
-    colours = LinearSegmentedColormap.from_list("signed", SIGNED["light"], bad=clear)
+    colours: Colormap = drawing.COLOURS
+    if grid.signed:
+        colours = LinearSegmentedColormap.from_list("signed", SIGNED["light"], bad=clear)
     for at, count in grid.blocks:
         ax.add_patch(drawing.hatched((at - 0.5, -0.5), count, high, "no number"))
     ax.grid(visible=False)
     image = ax.imshow(
         np.ma.masked_invalid(grid.cells),
         cmap=colours,
-        vmin=-rows.vmax,
+        vmin=-rows.vmax if grid.signed else 0.0,
         vmax=rows.vmax,
         aspect="auto",
         origin="upper",

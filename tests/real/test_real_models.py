@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import verify_models
+from huggingface_hub import try_to_load_from_cache
 from real_models import gpt2_small_size, minilm_path, smollm2_path
 
 import attnprobe as ap
@@ -279,3 +280,23 @@ def test_the_formula_writes_the_same_fifty_tokens_as_the_models_own_kernel(name,
     print(lm.tokenizer.decode(ours[0]))
     assert own.shape[1] == inputs["input_ids"].shape[1] + 50
     assert torch.equal(own, ours)
+
+
+def test_smollm2_has_heads_of_every_role(smollm2):
+    frame = ap.head_roles(smollm2).set_index(["layer", "head"])
+    roles = frame.role[frame.role != ""]
+    assert set(roles) == {"induction", "previous", "duplicate"}
+    assert roles[16, 0] == "previous"
+    assert roles[18, 6] == "induction"
+
+
+CACHED = isinstance(try_to_load_from_cache("gpt2", "config.json"), str)
+
+
+@pytest.mark.skipif(not CACHED, reason="gpt2 is not in the hub's cache on this machine")
+def test_gpt2_has_the_heads_that_published_runs_find():
+    """Induction and previous-token heads that published runs on GPT-2 small name."""
+    frame = ap.head_roles(ap.load("gpt2")).set_index(["layer", "head"])
+    induction = frame.induction.nlargest(8).index
+    assert {(5, 1), (5, 5), (6, 9), (7, 2), (7, 10)} <= set(induction)
+    assert {(4, 11), (2, 2)} <= set(frame.previous.nlargest(4).index)
