@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from attnprobe.formula import scores as dot_products
 from attnprobe.masks import Rule
 from attnprobe.memory import need
 from attnprobe.outputs import weights as softmax_weights
-from attnprobe.records import AttentionCall, Capture, captured, whole
+from attnprobe.records import AttentionCall, Capture, captured, several, whole
 from attnprobe.terms import Terms
 from attnprobe.words import By, Words
 
@@ -48,7 +49,7 @@ def weights(
     heads = chosen(head, captured(cap).call(layer).heads, "head")
     holds = 1.3 if by == "token" else 4
     found, _ = Attention.of(cap, layer, heads, text, cross=True, holds=holds).shown.by(by)
-    return found if head is None or isinstance(head, Iterable) else found[0]
+    return found if head is None or several(head) else found[0]
 
 
 def scores(cap: Capture, layer: int, head: Which = None, *, text: int = 0) -> Tensor:
@@ -56,7 +57,7 @@ def scores(cap: Capture, layer: int, head: Which = None, *, text: int = 0) -> Te
     heads = chosen(head, captured(cap).call(layer).heads, "head")
     found = Attention.of(cap, layer, heads, text, cross=True, holds=3)
     masked = found.scores.masked_fill(~found.allowed, -torch.inf)
-    return masked if head is None or isinstance(head, Iterable) else masked[0]
+    return masked if head is None or several(head) else masked[0]
 
 
 def to_words(by_token: Tensor, words: Words, key_words: Words | None = None) -> Tensor:
@@ -90,8 +91,8 @@ def chosen(which: Which, count: int, what: str) -> list[int]:
         raise InputError(f"this capture holds no {what} to choose from")
     if which is None:
         return list(range(count))
-    several = isinstance(which, Iterable) and not isinstance(which, str | bytes)
-    numbers = [whole(one, what) for one in (which if several else [which])]  # type: ignore[union-attr]
+    some: Any = which if several(which) and not isinstance(which, str | bytes) else [which]
+    numbers = [whole(one, what) for one in some]
     if not numbers:
         raise InputError(f"expected a {what}, a list of them, or None for all; got {which!r}")
     for number in numbers:

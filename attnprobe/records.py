@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, SupportsIndex, overload
+from typing import Any, Literal, SupportsIndex, TypeGuard, overload
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,11 @@ def whole(value: Any, what: str) -> int:
     except TypeError:
         pass  # refused below, in words
     raise InputError(f"expected a whole number for {what}, got {value!r}")
+
+
+def several(given: object) -> TypeGuard[Iterable[Any]]:
+    """Whether this names some, as a list does, and not one: a tensor without axes is a number."""
+    return isinstance(given, Iterable) and getattr(given, "ndim", 1) != 0
 
 
 def dtype_name(dtype: torch.dtype) -> str:
