@@ -242,7 +242,7 @@ TEXTS = st.one_of(
 )
 
 
-@fuzz(0.3)
+@fuzz(0.25)
 @given(text=st.one_of(TEXTS, st.lists(TEXTS, max_size=3)), data=st.data())
 def test_any_text(text, data):
     tried["texts"] += 1
@@ -264,8 +264,6 @@ def test_a_hundred_thousand_characters_without_a_space():
     for text in (
         "a" * 100_000,
         "公" * 100_000,
-        "\u0301" * 100_000,
-        "ab." * 33_333,
         "👩🏽\u200d" * 25_000,
     ):
         ids = tokenizer(text)["input_ids"]
@@ -288,7 +286,7 @@ def test_what_is_no_text(given_):
 # Shapes, dtypes, kernels, windows
 
 
-@fuzz(0.2)
+@fuzz(0.12)
 @given(
     own=MODELS,
     ids=st.lists(IDS, min_size=1, max_size=3),
@@ -311,7 +309,7 @@ def test_any_shape(own, ids, side, data):
     answered(some_call(data), cap)
 
 
-@fuzz(0.15)
+@fuzz(0.1)
 @given(own=MODELS, ids=st.lists(IDS, min_size=1, max_size=3), data=st.data())
 def test_any_mask(own, ids, data):
     """Padding anywhere, rows of nothing but padding, whole masks: of a forward of the caller's."""
@@ -345,7 +343,7 @@ def test_any_mask(own, ids, data):
     assert report is None or {row for row in report.rows if row.verdict == "mismatch"} == set()
 
 
-@fuzz(0.1)
+@fuzz(0.18)
 @given(data=st.data())
 def test_any_rule(data):
     """The formula under any mask rule is softmax(QKᵀ + M)V, number by number."""
@@ -426,7 +424,7 @@ def captured(kind):
     return ap.capture(model(kind), [[5, 17, 23, 8, 4, 42], [9, 3, 77]], **options)
 
 
-@fuzz(0.1)
+@fuzz(0.15)
 @given(kind=st.sampled_from(["gpt2", "bert", "t5", "mistral"]), data=st.data())
 def test_any_selection(kind, data):
     tried["selections"] += 1
@@ -470,7 +468,7 @@ JSON = st.one_of(
 )
 
 
-@fuzz(0.1)
+@fuzz(0.15)
 @given(kind=st.sampled_from(["gpt2", "bert", "t5", "mistral"]), data=st.data())
 def test_any_saved_file(kind, data, saved, tmp_path_factory):
     """Files that say other things, with the right hashes, are refused, or can be used."""
