@@ -86,7 +86,7 @@ def forward(
     def take_finite(call: AttentionCall) -> None:
         nonlocal seen
         seen += 1
-        _refuse_nonfinite(lm, call, batch.padding if call.part == "encoder" else rows)
+        refuse_nonfinite(lm, call, batch.padding if call.part == "encoder" else rows)
         take(call)
 
     with torch.no_grad(), watched(model, take_finite) as calls:
@@ -163,8 +163,14 @@ def _refuse_autocast(model: nn.Module) -> None:
         )
 
 
-def _refuse_nonfinite(lm: LanguageModel, call: AttentionCall, rows: Tensor) -> None:
-    """Refuse NaN and infinity in what was computed for tokens; name the first bad weight."""
+def refuse_nonfinite(lm: LanguageModel, call: AttentionCall, rows: Tensor) -> None:
+    """Refuse NaN and infinity in what was computed for tokens, (B, T) bool.
+
+    The logits do not tell them all: some kernels make numbers of a row of NaN.
+
+    Raises:
+        NonFiniteError: there is one; the message names the first bad weight.
+    """
     by_row = {"query": call.query, "head output": call.head_output_model}
     for what, tensor in by_row.items():
         if tensor is None or _finite(tensor):

@@ -115,9 +115,8 @@ def watched(
 
     def hand_over() -> None:
         if take is not None:
-            with interception.following.paused():
-                for call in calls:
-                    take(call)
+            for call in calls:
+                take(call)
             calls.clear()
 
     interception = Interception(model, watch, leave, unseen=calls.unseen)

@@ -1,6 +1,7 @@
 """`capture(layers=…, device=…)`: what is kept is the model's own, and what is not is said."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 import attnprobe as ap
 from attnprobe.keeping import Keeper, on_device
 from attnprobe.projections import merged, output_weights, projected
+from attnprobe.records import AttentionCall
 from attnprobe.verification import CHECKS
 
 BATCH = [IDS, IDS[:7]]
@@ -231,3 +233,56 @@ def test_a_capture_on_the_models_own_device_is_the_same(gpt2):
     report = ap.verify(there)
     assert report.passed
     assert {row.check for row in report.rows} == set(CHECKS) - {"cache"}
+
+
+# What is done with is let go at once, and not when Python next looks for cycles
+
+
+def alive():
+    """How many attention calls there are."""
+    return sum(type(one) is AttentionCall for one in gc.get_objects())
+
+
+@pytest.fixture
+def without_gc():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def generated(lm):
+    with ap.probe(lm.model) as calls:
+        lm.model.generate(torch.tensor([IDS]), max_new_tokens=3, do_sample=False)
+    return ap.verify(calls).passed
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda lm: ap.capture(lm, IDS).layers,
+        lambda lm: ap.verify(ap.capture(lm, IDS)).passed,
+        lambda lm: ap.verify(lm, IDS).passed,
+        lambda lm: len(ap.head_stats(ap.capture(lm, IDS))),
+        lambda lm: len(ap.attention_view(ap.capture(lm, IDS)).html),
+        lambda lm: len(ap.term_effects(lm, IDS)),
+        lambda lm: len(ap.head_effects(lm, IDS)),
+        generated,
+    ],
+)
+@pytest.mark.usefixtures("without_gc")
+def test_no_call_outlives_its_use(gpt2, use):
+    lm = ap.LanguageModel(gpt2(), None)
+    before = alive()
+    assert use(lm)
+    assert alive() == before
+
+
+@pytest.mark.usefixtures("without_gc")
+def test_verifying_a_model_holds_one_layer_at_a_time(gpt2):
+    model, counts = gpt2(), []
+    before = alive()
+    for block in [*model.transformer.h, model.lm_head]:
+        block.register_forward_pre_hook(lambda *_: counts.append(alive() - before))
+    assert ap.verify(model, IDS, checks=["mask", "output"]).passed
+    assert counts == [0] * (len(model.transformer.h) + 1)

@@ -11,6 +11,7 @@ as query and key are.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -38,15 +39,27 @@ def basis_of(call: AttentionCall) -> Basis:
     """The basis of a call, made once."""
     found: Basis | None = vars(call).get("_basis")
     if found is None:
-        found = vars(call)["_basis"] = Basis(call)  # beside the fields of a frozen dataclass
+        found = Basis(weakref.ref(call))
+        vars(call)["_basis"] = found  # beside the fields of a frozen dataclass
     return found
 
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """What a call is computed again with, and how the model departs from it."""
+    """What a call is computed again with, and how the model departs from it.
 
-    call: AttentionCall
+    It lies with its call, and does not hold it: both would be let go only when Python looks for
+    cycles, which a layer's tensors, verified and done with, must not wait for.
+    """
+
+    reference: weakref.ref[AttentionCall]
+
+    @property
+    def call(self) -> AttentionCall:
+        """The call, which must be there as long as this is asked of."""
+        call = self.reference()
+        assert call is not None
+        return call
 
     @cached_property
     def unheld(self) -> str:

@@ -14,7 +14,7 @@ import torch
 from attnprobe.capturing import Texts, capture
 from attnprobe.editing import changed, heads_by_layer
 from attnprobe.effects.changes import Change
-from attnprobe.effects.predicting import logits_of, refuse_nonfinite, texts_of
+from attnprobe.effects.predicting import logits_of, refuse_nonfinite_logits, texts_of
 from attnprobe.effects.sites import ByText, Where
 from attnprobe.effects.trials import (
     Metric,
@@ -103,7 +103,7 @@ def head_effects(
     for number, ids in enumerate(rows):
         count = goal.count(len(ids))
         logits = logits_of(lm.model, ids[None], last=goal.last)
-        refuse_nonfinite(lm, logits)
+        refuse_nonfinite_logits(lm, logits)
         unchanged += count * float(goal.measure(logits, ids))
         for part, found in trials(cap, ids, len(pairs), silence, goal):
             values[part] += count * found.cpu()

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from attnprobe.capturing import Texts
+from attnprobe.capturing import Texts, refuse_nonfinite
 from attnprobe.checking.basis import basis_of
 from attnprobe.editing import changed
 from attnprobe.effects.changes import Change
@@ -19,7 +19,7 @@ from attnprobe.effects.predicting import (
     Predictions,
     compared,
     logits_of,
-    refuse_nonfinite,
+    refuse_nonfinite_logits,
     texts_of,
 )
 from attnprobe.effects.sites import Where
@@ -251,8 +251,10 @@ class _Run:
 def _unchanged(lm: LanguageModel, ids: Tensor, own: _Own, weights: _Weights) -> Tensor:
     """The model run on one text, (T,), by its own kernels: (T, V). Each call's weights come by the
     formula beside."""
+    every = torch.ones_like(ids[None], dtype=torch.bool)
 
     def handle(call: AttentionCall, run: Callable[[], KernelOutput]) -> KernelOutput:
+        refuse_nonfinite(lm, call, every)
         basis = basis_of(call)
         if basis.unheld:
             raise ModelError(f"layer {call.layer}: {basis.unheld}")
@@ -266,7 +268,7 @@ def _unchanged(lm: LanguageModel, ids: Tensor, own: _Own, weights: _Weights) -> 
     if unseen or not own.factors:
         reason = str(unseen[0]) if unseen else "it has no softmax attention to be seen"
         raise ModelError(f"{type(lm.model).__name__} cannot be changed: {reason}")
-    refuse_nonfinite(lm, logits)
+    refuse_nonfinite_logits(lm, logits)
     return logits
 
 

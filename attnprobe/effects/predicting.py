@@ -96,7 +96,7 @@ def logits_of(model: nn.Module, ids: Tensor, *, last: bool = False, outputs: flo
     return logits[:, -1:] if last else logits
 
 
-def refuse_nonfinite(lm: LanguageModel, logits: Tensor) -> None:
+def refuse_nonfinite_logits(lm: LanguageModel, logits: Tensor) -> None:
     """Refuse logits of a model as it is, which all else is held against, that are no numbers.
 
     Raises:

@@ -82,7 +82,10 @@ class Interception:
     def __post_init__(self) -> None:
         self.names = {module: name for name, module in self.model.named_modules()}
         self.parents = {child: one for one in self.names for child in one.children()}
-        self.following = Following(self.followed, self.refused)
+        me = weakref.proxy(self)  # in a cycle it would keep what was captured until Python looks
+        self.following = Following(
+            lambda *found: me.followed(*found), lambda reason: me.refused(reason)
+        )
         config = getattr(self.model, "config", None)
         encoder_of = getattr(self.model, "get_encoder", None)  # a wrapper hands it on
         if getattr(config, "is_encoder_decoder", False) and encoder_of is not None:
@@ -168,13 +171,17 @@ class Interception:
             reason = "it asks transformers for no kernel"
         if reason and output is not None and not self.runs_again:  # None: an exception
             self._note_unseen(entered.kind, module, self.names[module], reason)
-        if self.leave is not None and module not in self.apart.values():
-            self.leave(module, output)
+        if module not in self.apart.values():
+            self._leave(module, output)
 
     def leave_output_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """W_O returns, where it stands outside of its attention module."""
+        self._leave(self.apart[layer], output)
+
+    def _leave(self, module: nn.Module, output: Any) -> None:
         if self.leave is not None:
-            self.leave(self.apart[layer], output)
+            with self.following.paused():
+                self.leave(module, output)
 
     @property
     def runs_again(self) -> bool:
