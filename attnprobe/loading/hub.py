@@ -32,16 +32,22 @@ from attnprobe.errors import ModelError
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """The files of which a folder must hold one to be a model with safetensors weights."""
 
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""The same of pickled weights, which are read only where that is asked for."""
+
 _DOWNLOADS = ["*.json", "*.txt", "*.model", "*.jinja", "model.safetensors*", "model-*.safetensors"]
 _PROBE_SECONDS = 4
 
 logger = logging.getLogger(__name__)
 
 
-def fetch(source: str, revision: str | None = None, *, code: bool = False) -> Path:
+def fetch(
+    source: str, revision: str | None = None, *, code: bool = False, pickle: bool = False
+) -> Path:
     """Download a model, or take it from the cache where the hub cannot be reached.
 
-    Gives the folder of one commit, named after it. `code` asks for the model's Python files too.
+    Gives the folder of one commit, named after it. `code` asks for the model's Python files too,
+    and `pickle` for pickled weights, where there are no others.
 
     Raises:
         ModelError: no such model or revision, none this user may read, or the hub cannot be
@@ -55,7 +61,10 @@ def fetch(source: str, revision: str | None = None, *, code: bool = False) -> Pa
         ) from None
     unreachable = _why_unreachable(source, revision)
     if unreachable is None:
-        return _download(source, revision, code)
+        folder = _download(source, revision, code)
+        if pickle and not any((folder / name).exists() for name in WEIGHTS):
+            folder = _download(source, revision, code, "pytorch_model*.bin")
+        return folder
     config = try_to_load_from_cache(source, "config.json", revision=revision)
     if not isinstance(config, str):
         at = "" if revision is None else f" at revision {revision!r}"
@@ -117,12 +126,13 @@ def _ask(source: str, revision: str | None) -> str | ModelError | None:
     return None
 
 
-def _download(source: str, revision: str | None, code: bool) -> Path:
+def _download(source: str, revision: str | None, code: bool, *more: str) -> Path:
+    wanted = [*_DOWNLOADS, *(["*.py"] if code else []), *more]
     try:
         folder = snapshot_download(
             source,
             revision=revision,
-            allow_patterns=[*_DOWNLOADS, "*.py"] if code else _DOWNLOADS,
+            allow_patterns=wanted,
             ignore_patterns=None if code else ["*/*"],  # other frameworks' weights, examples
             etag_timeout=_PROBE_SECONDS,
         )
