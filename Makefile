@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-oldest test-newest long-run lint type notebooks bench bench-peers bench-views architectures mutants wheel-check clean
+.PHONY: demo test test-oldest test-newest long-run lint type notebooks bench bench-peers bench-views architectures mutants fuzz wheel-check clean
 
 demo: $(STAMP)
 	$(BIN)/attnprobe verify
@@ -67,6 +67,10 @@ architectures: $(STAMP)
 # Attention that is wrong on purpose, on every kind of attention: docs/mutants.md. Some minutes.
 mutants: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/mutants.py --markdown docs/mutants.md
+
+# Anything that a caller may hand in, ten times as much of it as the tests try, and never the same.
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 FUZZ_CASES=20000 $(BIN)/python -m pytest tests/test_fuzz.py
 
 # The built wheel, alone in a new environment and outside of this folder, does its main job.
 wheel-check: $(STAMP)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from attnprobe.recompute import scores, weights
     from attnprobe.records import AttentionCall, Capture, LanguageModel
     from attnprobe.roles import head_roles
+    from attnprobe.saving.captures import load_capture, save
     from attnprobe.tables import styled, table
     from attnprobe.verification import verify
     from attnprobe.views.attention import attention_view
@@ -60,12 +61,14 @@ __all__ = [
     "heatmap_grid",
     "histogram_grid",
     "load",
+    "load_capture",
     "logit_contributions",
     "model_view",
     "neuron_view",
     "patch_effects",
     "probe",
     "report_view",
+    "save",
     "scale_variance",
     "scores",
     "styled",
@@ -91,6 +94,7 @@ _HOMES = {
     "effects.patching": ("patch_effects",),
     "records": ("AttentionCall", "Capture", "LanguageModel"),
     "recompute": ("scores", "weights"),
+    "saving.captures": ("load_capture", "save"),
     "checking.report": ("VerificationReport",),
     "roles": ("head_roles",),
     "looking": ("attended", "attended_by"),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from attnprobe.errors import InputError, ModelError, NonFiniteError
 from attnprobe.hooks import watched
 from attnprobe.keeping import Keeper
+from attnprobe.loading.amounts import need_forward
 from attnprobe.loading.encoding import encode
 from attnprobe.models import as_language_model, device_of
 from attnprobe.records import AttentionCall, Capture, LanguageModel, dtype_name
@@ -49,15 +50,18 @@ def capture(
         (eager), which are kept as `weights_model`.
 
     Raises:
-        InputError: no text, an empty one, or one longer than the model's positions; ids outside
-            the vocabulary; a model in train mode with dropout; autocast; a layer or device that
-            does not exist.
+        InputError: no text, an empty one, or one longer than the model's positions; more memory
+            than `attnprobe.memory` allows, before any is taken; ids outside the vocabulary; a model
+            in train mode with dropout; autocast; a layer or device that does not exist.
         ModelError: no attention call was seen; no output for each token; no model for token ids; a
             model that torch.compile has compiled, or whose weights are on "meta".
         NonFiniteError: NaN or infinity in the weights or in what was computed.
     """
     keeper = Keeper.of(layers, device)
-    return keeper.finished(forward(as_language_model(lm), text, target, padding_side, keeper.take))
+    language_model, keeps = as_language_model(lm), None if layers is None else len(set(layers))
+    return keeper.finished(
+        forward(language_model, text, target, padding_side, keeper.take, keeps=keeps)
+    )
 
 
 def forward(
@@ -66,8 +70,15 @@ def forward(
     target: Texts | None,
     padding_side: Literal["left", "right"] | None,
     take: Callable[[AttentionCall], None],
+    *,
+    keeps: int | None = 0,
+    outputs: float = 1,
+    instead: str = "",
 ) -> Capture:
-    """As `capture`, but each call is given to `take` while the model runs, and is not kept."""
+    """As `capture`, but each call is given to `take` while the model runs, and is not kept.
+
+    `keeps`, `outputs` and `instead` are of `need_forward`: what the caller will hold.
+    """
     model = lm.model
     refuse_random(model)
     seen = 0
@@ -81,7 +92,8 @@ def forward(
     with torch.no_grad(), watched(model, take_finite) as calls:
         batch = encode(lm, text, target, padding_side)
         rows = batch.padding if batch.target is None else batch.target.padding
-        outputs = model(**batch.inputs)
+        need_forward(model, batch.inputs, keeps=keeps, outputs=outputs, instead=instead)
+        returned = model(**batch.inputs)
     if not seen:
         reason = (
             str(calls.unseen[0]) if calls.unseen else "it has none, or none by torch's own softmax"
@@ -89,7 +101,7 @@ def forward(
         raise ModelError(
             f"{type(model).__name__} computed no softmax attention that attnprobe can see: {reason}"
         )
-    output = output_of(outputs, model, rows).detach()
+    output = output_of(returned, model, rows).detach()
     if not _finite(output) and not torch.isfinite(output[rows]).all():
         raise nonfinite(lm, "the model's output", output.dtype)
     return Capture(

@@ -11,7 +11,7 @@ from attnprobe.effects.sites import Part, Where
 from attnprobe.errors import InputError
 from attnprobe.hooks import replaced, replacing
 from attnprobe.models import as_language_model
-from attnprobe.records import Capture, UnseenAttention, seeded, whole
+from attnprobe.records import Capture, UnseenAttention, seeded, several, whole
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def _numbers(given: Iterable[int] | None, what: str) -> frozenset[int] | None:
     """
     if given is None:
         return None
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+    if isinstance(given, str | bytes) or not several(given):
         raise InputError(f"expected a list of numbers for {what}s, got {given!r}")
     found = frozenset(whole(one, what) for one in given)
     if not found or min(found) < 0:
@@ -134,7 +134,7 @@ def heads_by_layer(given: Iterable[tuple[int, int]] | None) -> dict[int, frozens
     """
     if given is None:
         return None
-    pairs = list(given) if isinstance(given, Iterable) else [given]
+    pairs = list(given) if several(given) else [given]
     by_layer: dict[int, set[int]] = {}
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:

@@ -179,7 +179,7 @@ def _of_layer(
     names = [*BASIC, *MASSES, *(f"value_{name}" for name in MASSES)]
     means = {name: _Mean(len(heads)) for name in names}
     for text, tokens in read:
-        attention = Attention.of(cap, layer, heads, text)
+        attention = Attention.of(cap, layer, heads, text, holds=4)
         shares = value_shares(cap.call(layer), heads, attention)
         if isinstance(shares, str):
             reasons["value"] = shares
@@ -233,7 +233,7 @@ def _variability(cap: Capture, layer: int, heads: list[int], texts: list[int]) -
 
     def weights() -> Iterator[tuple[slice, Tensor]]:
         for text in texts:
-            found = Attention.of(cap, layer, heads, text).weights[:, :compared, :compared]
+            found = Attention.of(cap, layer, heads, text, holds=4).weights[:, :compared, :compared]
             yield slice(found.shape[-1]), found
 
     total = cap.calls[0].query.new_zeros(len(heads), compared, compared, dtype=torch.float64)

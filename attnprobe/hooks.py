@@ -22,6 +22,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from attnprobe.errors import ModelError
+from attnprobe.memory import need
 from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, Calls, UnseenAttention
 from attnprobe.seam.inspecting import (
@@ -64,6 +65,9 @@ def probe(lm: object) -> Iterator[Calls]:
         InputError: no model; when the block ends: the model ran, but in other threads only.
         ModelError: a model, or a part of one, that torch.compile has compiled; out of `generate`,
             when it is about to compile the model.
+
+    Out of a forward, too: InputError where a kernel gives its weights (eager), and those of one
+    more layer would take more memory than `attnprobe.memory` allows.
     """
     with watched(as_language_model(lm).model) as calls:
         yield calls
@@ -90,6 +94,13 @@ def watched(
 
     def watch(call: AttentionCall, run: Callable[[], KernelOutput]) -> KernelOutput:
         output, weights = run()
+        if weights is not None:
+            need(
+                2 * weights.nbytes,
+                f"the weights that the {call.kernel} kernel gives for each further layer",
+                "a model loaded with attn='sdpa', or a shorter text",
+                weights.device,
+            )
         if call.module is not None:
             places.append((call.module, len(calls)))
         calls.append(

@@ -20,6 +20,8 @@ from attnprobe.words import Words
 How = Literal["mean", "max", "rollout"]
 Weigh = Literal["weight", "value"]
 
+_ONE_WORD = "how='mean' of one word, which asks for its rows alone"
+
 _Group = tuple[list[int], list[int], np.ndarray]  # queries, keys, and their weights
 
 _NAMES = {"weight": "weight", "value": "value_share"}  # of the column, by `weigh`
@@ -156,19 +158,19 @@ def _combined(
     alone, (1, N), no other is computed."""
     if how not in ("mean", "max", "rollout"):
         raise InputError(f"how must be 'mean', 'max' or 'rollout', got {how!r}")
-    if weigh not in _NAMES:
+    if weigh not in tuple(_NAMES):  # which may be of any type, and have no hash
         raise InputError(f"weigh must be 'weight' or 'value', got {weigh!r}")
     words = cap.words_of(text)
     layers = chosen(layer, cap.layers, "layer")
-    heads = chosen(head, cap.calls[0].heads, "head")
+    by_layer = [(one, chosen(head, cap.call(one).heads, "head")) for one in layers]
     if how == "rollout":
         if head is not None or weigh == "value":
             raise InputError("rollout mixes the weights of all heads: leave out head and weigh")
         if layer is not None and len(layers) != 1:
             raise InputError("rollout goes from the first layer to one: give one layer, or none")
-        return to_words(_rollout(cap, layers[-1], heads, text), words)
+        return to_words(_rollout(cap, layers[-1], text), words)
     total: Tensor | None = None
-    for one in layers:
+    for one, heads in by_layer:
         if only is None:
             by_head = to_words(_weighed(cap, one, heads, weigh, text), words)  # (h, N, N)
         else:
@@ -194,7 +196,7 @@ def _weighed(
     rows: slice = slice(None),
 ) -> Tensor:
     """The weights of some heads, or the shares of what they bring, (h, T, T) or fewer rows."""
-    attention = Attention.of(cap, layer, heads, text, only=rows)
+    attention = Attention.of(cap, layer, heads, text, only=rows, holds=5)
     if weigh == "weight":
         return attention.weights
     shares = value_shares(cap.call(layer), heads, attention)
@@ -222,10 +224,13 @@ def value_shares(call: AttentionCall, heads: list[int], attention: Attention) ->
     return lengths / lengths.sum(-1, keepdim=True).clamp(min=torch.finfo(lengths.dtype).tiny)
 
 
-def _rollout(cap: Capture, last: int, heads: list[int], text: int) -> Tensor:
+def _rollout(cap: Capture, last: int, text: int) -> Tensor:
     flow: Tensor | None = None
     for layer in range(last + 1):
-        mean = Attention.of(cap, layer, heads, text).weights.mean(0)  # (T, T)
+        heads = chosen(None, cap.call(layer).heads, "head")
+        mean = Attention.of(cap, layer, heads, text, holds=2, instead=_ONE_WORD).weights.mean(
+            0
+        )  # (T, T)
         step = (mean + torch.eye(len(mean), dtype=mean.dtype, device=mean.device)) / 2
         flow = step if flow is None else step @ flow
     assert flow is not None

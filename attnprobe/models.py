@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError  # what torch raises; nothing here unpickles
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ _UNUSABLE = (
     struct.error,
     SafetensorError,
     StrictDataclassError,
+    UnpicklingError,
 )
 
 
@@ -57,6 +59,7 @@ def load(
     attn: str | None = None,
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
+    pickle: bool = False,
 ) -> LanguageModel:
     """Load a model with its tokenizer, in eval mode.
 
@@ -69,16 +72,26 @@ def load(
         attn: transformers' name of an attention kernel: `"sdpa"`, `"eager"`, …; None leaves the
             choice to transformers.
         device: where the model goes.
-        trust_remote_code: run code that the model brings along.
+        trust_remote_code: run code that the model brings along: its own Python files, or the
+            compiled kernels of a repository that its config names. Without it none is run, or even
+            fetched, and a model that does not work without it is refused.
+        pickle: read weights from a pickle, `pytorch_model.bin`, where there are no others: by
+            torch's reader that makes tensors alone, and runs no code that it does not know.
 
     A folder without tokenizer files gives a `LanguageModel` without a tokenizer. Weights are read
-    from safetensors or GGUF only: a pickle runs whatever code is in it.
+    from safetensors or GGUF: a pickle may be made to run whatever code is in it, and is refused
+    unless it is asked for.
 
     Raises:
-        InputError: a dtype, kernel or device that does not exist, or a revision of a local model.
+        InputError: a dtype, kernel or device that does not exist, or a revision of a local model;
+            trust_remote_code or pickle that is neither True nor False.
         ModelError: no such model, none that the hub lets this user read, none that transformers
-            can load, or one whose weights do not fit it.
+            can load, or one whose weights do not fit it; a pickle, or code that the model needs,
+            where that was not allowed; an adapter, whose base is another model.
     """
+    for name, given in (("trust_remote_code", trust_remote_code), ("pickle", pickle)):
+        if not isinstance(given, bool):
+            raise InputError(f"{name} is True or False, got {given!r}")
     if not isinstance(source, str | os.PathLike) or not os.fspath(source):
         raise InputError(f"expected 'bundled', a folder, a .gguf file or a hub id, got {source!r}")
     weights_dtype = _dtype(dtype)
@@ -86,7 +99,7 @@ def load(
     kernel = {} if attn is None else {"attn_implementation": _kernel(attn)}
     name = os.fspath(source)
     with _refusing(name):
-        place = locate(name, revision, trust_remote_code)
+        place = locate(name, revision, trust_remote_code, pickle)
         options = {"local_files_only": True, "trust_remote_code": trust_remote_code} | place.gguf
         with _loading, _quiet():
             model = _model(place, weights_dtype, kernel, options)
@@ -187,6 +200,8 @@ def _model(
     place: Place, dtype: str | torch.dtype, kernel: dict[str, str], options: dict[str, Any]
 ) -> nn.Module:
     config = transformers.AutoConfig.from_pretrained(place.folder, **options)
+    if not options["trust_remote_code"] and not kernel:
+        _refuse_kernels(place.name, config)
     if place.gguf:
         # Packed weights would be unpacked again in every forward.
         options = options | {"quantization_config": transformers.GgufConfig(dequantize=True)}
@@ -194,7 +209,8 @@ def _model(
         place.folder,
         config=config,
         dtype=dtype,
-        use_safetensors=True,
+        use_safetensors=not place.pickled,
+        weights_only=True,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # so that _check_weights can name them
         **kernel,
@@ -203,6 +219,23 @@ def _model(
     _check_weights(place.name, fit)
     assert isinstance(model, nn.Module)
     return model
+
+
+def _refuse_kernels(name: str, config: Any) -> None:
+    """Refuse a config that asks for a kernel out of a repository, which is code to fetch and run.
+
+    Raises:
+        ModelError: it does.
+    """
+    inner = (getattr(config, one, None) for one in getattr(config, "sub_configs", ()))
+    for one in (config, *inner):
+        kernel = getattr(one, "_attn_implementation", None)
+        if isinstance(kernel, str) and "/" in kernel:
+            raise ModelError(
+                f"the config of {name} asks for the attention kernel {kernel!r} of a repository, "
+                "which is code: it is run with trust_remote_code=True only. Or name another "
+                "kernel, such as attn='sdpa'"
+            )
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> Any:

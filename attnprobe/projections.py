@@ -74,6 +74,9 @@ def projected(call: AttentionCall) -> dict[str, Bounded] | str:
         return "the attention module's input was not seen"
     if x.shape[:-1] != (len(query), query.shape[2]):
         return f"the input has shape {tuple(x.shape)}, the query {tuple(query.shape)}"
+    into = {weight_and_bias(getattr(call.module, part))[0].shape[0] for part in layout.inputs}
+    if into != {x.shape[-1]}:
+        return f"the input has {x.shape[-1]} numbers, the layers take {', '.join(map(str, into))}"
     frequencies = _frequencies(call) if family.pairs else None
     if isinstance(frequencies, str):
         return frequencies
@@ -83,16 +86,18 @@ def projected(call: AttentionCall) -> dict[str, Bounded] | str:
         part, rows = _rows(call, layout, name)
         if part not in parts:
             weight, bias = _weights_at(call, getattr(call.module, part))
-            parts[part] = linear(x, weight, bias, call.rounding)  # (B, T, F)
+            parts[part] = linear(x, weight, bias, call.layer_rounding)  # (B, T, F)
         made = _by_head(parts[part][0], rows), _by_head(parts[part][1], rows)
         if family.norm and name != "value":
             weight, eps = _norm(call, family, name)
-            made = rms_norm(made, weight, eps, call.rounding)
+            made = rms_norm(made, weight, eps, call.layer_rounding)
         if family.pairs and frequencies and name != "value":
             assert call.position_ids is not None
-            made = rotary.rotated(made, call.position_ids, frequencies, family.pairs, call.rounding)
+            made = rotary.rotated(
+                made, call.position_ids, frequencies, family.pairs, call.layer_rounding
+            )
         if name == "query" and _scaled_beforehand(call):
-            made = scaled(made, query.shape[-1] ** -0.5, call.rounding)
+            made = scaled(made, query.shape[-1] ** -0.5, call.layer_rounding)
         result[name] = made
     return result
 
@@ -109,7 +114,7 @@ def merged(call: AttentionCall) -> Bounded | str:
     shape = (*heads.shape[:-1], weight.shape[1])
     if call.attention_output.shape != shape:
         return f"the module's output has shape {tuple(call.attention_output.shape)}, W_O's {shape}"
-    return linear(heads, weight, bias, call.rounding)
+    return linear(heads, weight, bias, call.layer_rounding)
 
 
 def unsure(call: AttentionCall) -> str:
@@ -184,9 +189,11 @@ def output_weights(call: AttentionCall) -> tuple[Tensor, Tensor | None] | str:
 
 def _found(call: AttentionCall) -> tuple[Layout, Family] | str:
     """What is known or supposed of a call's own weights; or why nothing is."""
+    if call.module is None:
+        return "the capture has no model with it"
     kind = type(call.module).__name__
     layout = layout_of(call.module, call.parent)
-    if call.module is None or layout is None:
+    if layout is None:
         return f"the projections of {kind} are not known"
     if call.kind == "cross":
         return "the projections of cross-attention are not known"

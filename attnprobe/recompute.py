@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from attnprobe.errors import InputError
 from attnprobe.formula import capped
 from attnprobe.formula import scores as dot_products
 from attnprobe.masks import Rule
+from attnprobe.memory import need
 from attnprobe.outputs import weights as softmax_weights
-from attnprobe.records import AttentionCall, Capture, captured, whole
+from attnprobe.records import AttentionCall, Capture, captured, several, whole
 from attnprobe.terms import Terms
 from attnprobe.words import By, Words
 
@@ -45,16 +47,17 @@ def weights(
             be its own (the message says why).
     """
     heads = chosen(head, captured(cap).call(layer).heads, "head")
-    found, _ = Attention.of(cap, layer, heads, text, cross=True).shown.by(by)
-    return found if head is None or isinstance(head, Iterable) else found[0]
+    holds = 1.3 if by == "token" else 4
+    found, _ = Attention.of(cap, layer, heads, text, cross=True, holds=holds).shown.by(by)
+    return found if head is None or several(head) else found[0]
 
 
 def scores(cap: Capture, layer: int, head: Which = None, *, text: int = 0) -> Tensor:
     """The scores of one layer by token, scaled and masked with -inf; as `weights` otherwise."""
     heads = chosen(head, captured(cap).call(layer).heads, "head")
-    found = Attention.of(cap, layer, heads, text, cross=True)
+    found = Attention.of(cap, layer, heads, text, cross=True, holds=3)
     masked = found.scores.masked_fill(~found.allowed, -torch.inf)
-    return masked if head is None or isinstance(head, Iterable) else masked[0]
+    return masked if head is None or several(head) else masked[0]
 
 
 def to_words(by_token: Tensor, words: Words, key_words: Words | None = None) -> Tensor:
@@ -69,7 +72,7 @@ def to_words(by_token: Tensor, words: Words, key_words: Words | None = None) -> 
     of = torch.tensor(words.word_of, device=by_token.device)
     count, lead, keys = len(words.words), by_token.shape[:-2], by_key.shape[-1]
     by_both = by_token.new_zeros(*lead, count, keys).index_add_(-2, of, by_key)
-    return by_both / torch.bincount(of, minlength=count)[:, None]
+    return by_both.div_(torch.bincount(of, minlength=count)[:, None])
 
 
 def to_key_words(by_token: Tensor, words: Words) -> Tensor:
@@ -82,12 +85,14 @@ def chosen(which: Which, count: int, what: str) -> list[int]:
     """The numbers that an argument names: one, several, or all of them for None.
 
     Raises:
-        InputError: one of them is out of range or no whole number, or there is none.
+        InputError: one of them is out of range or no whole number, or there is none to choose.
     """
+    if not count:
+        raise InputError(f"this capture holds no {what} to choose from")
     if which is None:
         return list(range(count))
-    several = isinstance(which, Iterable) and not isinstance(which, str | bytes)
-    numbers = [whole(one, what) for one in (which if several else [which])]  # type: ignore[union-attr]
+    some: Any = which if several(which) and not isinstance(which, str | bytes) else [which]
+    numbers = [whole(one, what) for one in some]
     if not numbers:
         raise InputError(f"expected a {what}, a list of them, or None for all; got {which!r}")
     for number in numbers:
@@ -132,8 +137,6 @@ class Attention:
     """Scores and weights of some heads of one layer among one text's own tokens, all float64.
 
     Attributes:
-        weights: (h, T, T), or, where only some rows were asked for, (h, t, T); in cross attention,
-            as the others, (h, T, S).
         words: how the text is read.
         key_words: how what it attends to is read: the text itself, but in cross attention.
     """
@@ -153,7 +156,13 @@ class Attention:
         """Of query (h, T, D), and key and value (g, S, D or Dv), of which each serves h/g heads."""
         self._operands, self._rule, self.key_words = (query, key, value), rule, key_words
         self.scaling, self.terms, self.words, self._rows = scaling, terms, words, rows
-        self.weights = softmax_weights(query, key, rule, scaling, terms, rows=rows)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """(h, T, T), or, where only some rows were asked for, (h, t, T); in cross attention, as the
+        others, (h, T, S)."""
+        query, key, _ = self._operands
+        return softmax_weights(query, key, self._rule, self.scaling, self.terms, rows=self._rows)
 
     @cached_property
     def query(self) -> Tensor:
@@ -226,6 +235,8 @@ class Attention:
         *,
         cross: bool = False,
         only: slice = slice(None),
+        holds: float = 4,
+        instead: str | None = None,
     ) -> Attention:
         """Some heads of one layer of a capture, over one text.
 
@@ -235,10 +246,13 @@ class Attention:
             text: which text of a batch.
             cross: whether who asks can show cross attention, whose keys are another text's.
             only: of which of the text's tokens, a stretch, the weights are asked for.
+            holds: how many float64 numbers who asks will hold at a time for each head, query and
+                key: the weights, and what is made of them.
+            instead: what asks for less; fewer heads by default.
 
         Raises:
-            InputError: layer or text out of range; the model does not compute the formula there;
-                cross attention for who cannot show it.
+            InputError: layer or text out of range; more memory than `attnprobe.memory` allows; the
+                model does not compute the formula there; cross attention for who cannot show it.
         """
         if cap.part == "cross" and not cross:
             raise InputError(
@@ -251,12 +265,25 @@ class Attention:
         reason = basis.departure
         if call.key.shape[2] != (cap.source or cap).input_ids.shape[1]:
             reason = f"it attends to {call.key.shape[2]} keys, not to the tokens alone"
+        if call.query.shape[2] != cap.input_ids.shape[1]:
+            reason = f"it attends from {call.query.shape[2]} queries, not from the tokens alone"
         if reason:
             raise InputError(
                 f"layer {layer}'s weights would not be the model's own: {reason}. See ap.verify"
             )
         # Padding is at either end: a text's tokens are one stretch, and its diagonal stays one.
         rows, keys = (slice(int(some[0]), int(some[-1]) + 1) for some in (at, keys_at))
+        first, last, _ = only.indices(len(at))
+        pairs = (last - first) * len(keys_at)
+        if instead is None:
+            instead = f"head={heads[0]}, or fewer heads" if len(heads) > 1 else ""
+        need(
+            8 * holds * (len(heads) + 0.5) * pairs,  # the half is for masks
+            f"{len(heads)} head{'s' * (len(heads) > 1)} of layer {layer} over {last - first:,} × "
+            f"{len(keys_at):,} tokens, and what is made of the weights,",
+            " or ".join(filter(None, (instead, "a shorter text"))),
+            call.query.device,
+        )
         key_heads: list[int] | slice = slice(None)  # of all heads, none need be taken several times
         if list(heads) != list(range(call.heads)):
             key_heads = key_heads_of(call, heads)

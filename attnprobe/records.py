@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, SupportsIndex, overload
+from typing import Any, Literal, SupportsIndex, TypeGuard, overload
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,11 @@ def whole(value: Any, what: str) -> int:
     except TypeError:
         pass  # refused below, in words
     raise InputError(f"expected a whole number for {what}, got {value!r}")
+
+
+def several(given: object) -> TypeGuard[Iterable[Any]]:
+    """Whether this names some, as a list does, and not one: a tensor without axes is a number."""
+    return isinstance(given, Iterable) and getattr(given, "ndim", 1) != 0
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -60,6 +65,28 @@ class LanguageModel:
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None = None
     name: str = ""
+
+    @property
+    def layers(self) -> int | None:
+        """How many layers the config speaks of, attention in them or not; None if of none."""
+        layers = getattr(getattr(self.model, "config", None), "num_hidden_layers", None)
+        return layers if isinstance(layers, int) else None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The model that a saved capture was made of; see `attnprobe.saving.origins`."""
+
+    name: str
+    """As `LanguageModel.name`."""
+    kind: str
+    """The name of its class."""
+    layers: int | None
+    """As `LanguageModel.layers`."""
+    config: dict[str, str]
+    """A hash of each of its config's values."""
+    weights: dict[str, str]
+    """A hash of each of its weights."""
 
 
 Kind = Literal["self", "cross"]
@@ -190,6 +217,11 @@ class AttentionCall:
         return arithmetic(self.dtype, self.kernel, self.operands)
 
     @property
+    def layer_rounding(self) -> Arithmetic:
+        """How the linear layers, norms and rotary positions round, on either side of the kernel."""
+        return arithmetic(self.dtype, "", self.operands)
+
+    @property
     def heads(self) -> int:
         """The number of (query) heads, H."""
         return self.query.shape[1]
@@ -287,6 +319,20 @@ class Capture:
     """Which part of an encoder-decoder's capture this is."""
     source: Target | None = None
     """Of cross attention: what is attended to, the encoder's texts; the rest is of the decoder."""
+    origin: Origin | None = None
+    """Of a capture that was loaded without its model: what that was."""
+
+    @property
+    def model_name(self) -> str:
+        """What the model was loaded as; empty where that is not known."""
+        known = self.lm or self.origin
+        return "" if known is None else known.name
+
+    @property
+    def model_layers(self) -> int | None:
+        """As `LanguageModel.layers`."""
+        known = self.lm or self.origin
+        return None if known is None else known.layers
 
     @property
     def encoder(self) -> Capture:
@@ -363,7 +409,13 @@ class Capture:
 
     @property
     def causal(self) -> bool:
-        """Whether no word sees a later one."""
+        """Whether no word sees a later one.
+
+        Raises:
+            InputError: no call was kept that could tell.
+        """
+        if not self.calls:
+            raise InputError("no attention call was kept of this capture: capture other layers")
         rule = self.calls[0].expected_mask
         return rule is not None and rule.causal
 
@@ -435,7 +487,7 @@ class Capture:
         return self.words[self._text(text)]
 
     def __repr__(self) -> str:
-        name = self.lm.name if self.lm is not None else "no model"
+        name = self.model_name or "no model"
         left_out = f", {len(self.left_out)} not kept" if self.left_out else ""
         return (
             f"Capture({name}: {len(self)} texts, {int(self.padding.sum())} tokens, "

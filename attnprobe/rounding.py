@@ -95,8 +95,12 @@ def arithmetic(dtype: torch.dtype, kernel: str, operands: float = 0.0) -> Arithm
     Half-precision kernels accumulate in float32. `eager` (plain matmul, softmax, matmul) also
     stores the scores in the operands' dtype; the fused kernels keep them in their accumulator. A
     kernel that is neither is given the room of both. A model's own code may store the scores three
-    times as often as eager (see `attnprobe.seam.scoring`).
+    times as often as eager (see `attnprobe.seam.scoring`). In most of transformers' models eager's
+    softmax is in float32 whatever the operands are (Llama's, and all that came of it): so float64
+    is given float32's room there.
     """
+    if dtype == torch.float64 and "eager" in kernel:
+        dtype = torch.float32
     storage = unit_roundoff(dtype)
     accumulate = min(storage, unit_roundoff(torch.float32))
     fused = kernel in FUSED

@@ -50,6 +50,8 @@ def holds(query: Tensor, key: Tensor, scaling: float, r: Arithmetic) -> bool:
     """
     if r.accumulate != _UNIT or r.scores > r.accumulate or query.numel() == 0:
         return False
+    if query.dtype == torch.float64:  # which is more than float32 can hold
+        return False
     largest = [
         torch.linalg.vector_norm(one, dim=-1, dtype=torch.float32).amax().double()
         for one in (query, key)

@@ -90,7 +90,7 @@ class Stretch:
         return len(self.cap.words_of(self.text).tokens)
 
     def _rows(self, layer: int, heads: list[int], rows: slice, cross: bool = False) -> Attention:
-        return Attention.of(self.cap, layer, heads, self.text, only=rows, cross=cross)
+        return Attention.of(self.cap, layer, heads, self.text, only=rows, cross=cross, holds=4)
 
     def _fold(self, x: Tensor) -> Tensor:
         """From all keys to those shown: (…, T) -> (…, n), sums of numbers, or whether any is."""

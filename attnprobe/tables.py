@@ -71,15 +71,16 @@ def table(
     """
     texts = chosen(text, len(captured(cap)), "text")
     layers = chosen(layer, cap.layers, "layer")
-    heads = chosen(head, cap.calls[0].heads, "head")
+    heads = [(one, chosen(head, cap.call(one).heads, "head")) for one in layers]
+    count = sum(len(some) for _, some in heads)
     if wide:
-        if len(texts) * len(layers) * len(heads) != 1:
+        if len(texts) * count != 1:
             raise InputError("wide shows one text, layer and head: give text, layer and head")
         _refuse_size(8 * _pairs(cap, texts, by, future=True), max_bytes)
-        return _wide(cap, layers[0], heads[0], by, texts[0])
-    rows = len(layers) * len(heads) * _pairs(cap, texts, by, future)
+        return _wide(cap, layers[0], heads[0][1][0], by, texts[0])
+    rows = count * _pairs(cap, texts, by, future)
     _refuse_size(_ROW_BYTES * rows, max_bytes)
-    frames = [_long(cap, one, layers, heads, by, future) for one in texts]
+    frames = [_long(cap, one, heads, by, future) for one in texts]
     return frames[0] if len(frames) == 1 else _stacked(frames)
 
 
@@ -101,9 +102,9 @@ def _refuse_size(needed: int, max_bytes: int) -> None:
 
 
 def _long(
-    cap: Capture, text: int, layers: list[int], heads: list[int], by: By, future: bool
+    cap: Capture, text: int, heads: list[tuple[int, list[int]]], by: By, future: bool
 ) -> pd.DataFrame:
-    parts = [_of_layer(cap, text, layer, heads, by, future) for layer in layers]
+    parts = [_of_layer(cap, text, layer, some, by, future) for layer, some in heads]
     columns: dict[str, Any] = {
         name: np.concatenate([part[name] for part in parts]) for name in parts[0]
     }
@@ -121,7 +122,7 @@ def _of_layer(
     cap: Capture, text: int, layer: int, heads: list[int], by: By, future: bool
 ) -> dict[str, np.ndarray]:
     """The columns of one layer, but for the labels: a row a head and pair."""
-    attention = Attention.of(cap, layer, heads, text, cross=True)
+    attention = Attention.of(cap, layer, heads, text, cross=True, holds=5.5)
     weights, allowed = attention.shown.by(by)  # (h, N, N), (N, N)
     values = {"weight": weights}
     if by == "token":  # a word has no score of its own
@@ -163,7 +164,7 @@ def _stacked(frames: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _wide(cap: Capture, layer: int, head: int, by: By, text: int) -> pd.DataFrame:
-    attention = Attention.of(cap, layer, [head], text, cross=True)
+    attention = Attention.of(cap, layer, [head], text, cross=True, holds=2.5)
     found, _ = attention.shown.by(by)
     labels = told_apart(cap.words_of(text).labels(by))
     keys = told_apart(cap.key_words_of(text).labels(by))

@@ -13,7 +13,7 @@ from attnprobe.capturing import Texts, forward
 from attnprobe.checking.basis import basis_of
 from attnprobe.checking.caches import cache_rows
 from attnprobe.checking.checks import BY_CALL, rows_left_out
-from attnprobe.checking.logits import logits_row
+from attnprobe.checking.logits import LESS, logits_row
 from attnprobe.checking.report import Row, VerificationReport
 from attnprobe.errors import InputError
 from attnprobe.models import as_language_model
@@ -69,7 +69,8 @@ def verify(
         progress: called as `progress(label, done, total)` after each layer.
 
     Raises:
-        InputError: a name in `checks` that is none of the above; neither a capture, calls, nor a
+        InputError: a name in `checks` that is none of the above; more memory than
+            `attnprobe.memory` allows; neither a capture, calls, nor a
             model with its text; a plain list of calls, which no longer says what was not seen; of
             a model, what `capture` refuses.
         ModelError, NonFiniteError: as `capture`.
@@ -90,8 +91,10 @@ def verify(
     lm = as_language_model(what)
     if text is None:
         raise InputError("expected a text for the model to run on: verify(lm, text)")
-    found.expected = _layers_of(lm)
-    return _of_capture(found, forward(lm, text, target, padding_side, found.take))
+    found.expected = lm.layers
+    outputs, instead = (3, LESS) if "logits" in found.checks else (1, "")
+    cap = forward(lm, text, target, padding_side, found.take, outputs=outputs, instead=instead)
+    return _of_capture(found, cap)
 
 
 def _is_model(what: object) -> bool:
@@ -118,10 +121,10 @@ def _of_capture(found: _Found, cap: Capture) -> VerificationReport:
     report = found.report(cap.unseen, functools.partial(logits_row, cap, reason))
     return replace(
         report,
-        model=cap.lm.name if cap.lm is not None else "",
+        model=cap.model_name,
         texts=len(cap),
         tokens=int(cap.padding.sum()),
-        model_layers=_layers_of(cap.lm) if cap.target is None else None,
+        model_layers=cap.model_layers if cap.target is None else None,
     )
 
 
@@ -248,9 +251,3 @@ def _left_out(cap: Capture) -> str:
     """Which layers were not kept; empty where all were."""
     names = [f"{one.part} {one.layer}".strip() for one in cap.left_out]
     return f"not kept, so not checked: layer {', '.join(names)}" if names else ""
-
-
-def _layers_of(lm: LanguageModel | None) -> int | None:
-    """How many layers the config speaks of, attention in them or not."""
-    layers = getattr(getattr(lm and lm.model, "config", None), "num_hidden_layers", None)
-    return layers if isinstance(layers, int) else None

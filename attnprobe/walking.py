@@ -100,7 +100,7 @@ def walkthrough(
     head = whole(head, "head")
     chosen(head, call.heads, "head")
     at = words.words[position(words, word, nth)].tokens[-1]
-    attention = Attention.of(cap, layer, [head], text)
+    attention = Attention.of(cap, layer, [head], text, holds=4)
     steps, output = _steps(attention, at, words.tokens)
     assert call.head_output_model is not None
     place = int(cap.positions(text)[at])
@@ -120,7 +120,7 @@ def walkthrough(
             f"head {head}: the word {words.words[words.word_of[at]].text!r}"
         ),
         of=(
-            f"{cap.lm.name if cap.lm is not None else 'a model'} in "
+            f"{cap.model_name or 'a model'} in "
             f"{dtype_name(call.dtype)}, {call.kernel} kernel: {visible(words.text)}"
         ),
         sizes=_sizes(call, head),

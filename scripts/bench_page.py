@@ -5,6 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+GOALS = """\
+## Goals, and what limits them
+
+| ratio to a plain forward, or MB | 128 tokens | 512 | 1,024 |
+| --- | ---: | ---: | ---: |
+| `capture` | ≤ 1.01 | ≤ 1.01 | ≤ 1.02 |
+| `capture`, and all weights | ≤ 1.03 | ≤ 1.06 | ≤ 1.10 |
+| `verify(lm, ids, checks=["output"])` | ≤ 1.06 | ≤ 1.12 | ≤ 1.20 |
+| `verify(lm, ids)`, every check | ≤ 3 | ≤ 3.5 | ≤ 4 |
+| peak of `verify(lm, ids, checks=["output"])` | ≤ 15 MB | ≤ 30 MB | ≤ 60 MB |
+
+Every check runs the model three times: as it is, with the formula in place of every attention, and
+with each attention moved by its bound, which measures what the bound is worth at the logits. That
+alone is 3; the projections again, in float64, are about a quarter of the model's products at half
+their speed, and `output` comes on top twice. So 3 and 3.5 are below what these checks can take.
+
+`output` is three products of each tile, two of them in float64, which run at the speed of the
+processor's float64 units; they are two fifths of its time at 512 tokens. The rest is exp and a few
+passes over tiles that lie in the cache, and, at 128 tokens, the calls of torch themselves: about a
+hundred small ones a tile.
+"""
+"""What was aimed at, and what stands in the way where it is missed, from profiles."""
+
 
 def tables(found: dict[str, Any]) -> str:
     """Every table, under a heading each."""
@@ -33,7 +56,8 @@ in its vocabulary and as many positions as the texts need, in float32, on {threa
 before: the median of up to {rounds} such pairs, with the least and the most; a way that had
 taken {limit:.0f} s got no further round. The first row is a plain forward beside another: how far
 that moves is noise. **Peak** is what a process of its own held resident at most, less what that of
-a plain forward did: the library's own code is in it. **Kept** is the bytes of the tensors that are
+a plain forward did, where what is freed goes back at once (`MALLOC_MMAP_THRESHOLD_`): the library's
+own code is in it. **Kept** is the bytes of the tensors that are
 there afterwards, each storage once, the logits among them (a plain forward's are all that it
 keeps). What would take more than {found["bytes"] / 2**30:.0f} GB is “too large”.
 
@@ -43,6 +67,7 @@ keeps the weights and the cache; the bridge's “everything” and torchlens' `t
 of the model. The verification computes in float64 and bounds the rounding error of each number.
 
 {tables(found)}
+{GOALS}
 ## The machine
 
 {machine["processor"]}, {cores}; {machine["system"]}, Python {machine["python"]},

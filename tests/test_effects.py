@@ -290,9 +290,9 @@ def test_what_is_not_finite_any_more_has_no_numbers(gpt2, monkeypatch):
     logits_of = effects.logits_of
     calls = []
 
-    def overflowing(model, ids):
+    def overflowing(model, ids, **options):
         calls.append(1)
-        return logits_of(model, ids) / (0 if len(calls) == 3 else 1)  # the third run's
+        return logits_of(model, ids, **options) / (0 if len(calls) == 3 else 1)  # the third run's
 
     monkeypatch.setattr(effects, "logits_of", overflowing)
     frame = ap.term_effects(gpt2(), IDS)

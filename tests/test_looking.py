@@ -257,3 +257,18 @@ def test_of_one_word_only_its_own_rows_are_computed(cap, monkeypatch):
     assert len(tokens) > 1
     ap.attended(cap, "unbelievably")
     assert asked == [slice(tokens[0], tokens[-1] + 1)] * cap.layers
+
+
+def test_a_number_may_be_a_tensor_without_axes(gpt2):
+    cap = ap.capture(gpt2(), [5, 17, 23, 8])
+    one = torch.tensor(1)
+    assert torch.equal(ap.weights(cap, one, one), ap.weights(cap, 1, 1))
+    assert torch.equal(ap.scores(cap, 1, np.array(2)), ap.scores(cap, 1, 2))
+    assert ap.attended(cap, layer=one).equals(ap.attended(cap, layer=1))
+    with pytest.raises(ap.InputError, match="expected a whole number for layer"):
+        ap.table(cap, torch.tensor(1.5))
+    for options in ({"layers": one}, {"heads": one}):
+        with pytest.raises(ap.InputError), ap.edit(gpt2(), scale=1.0, **options):
+            pass
+    with pytest.raises(ap.InputError, match="expected a list of sizes"):
+        ap.scale_variance(gpt2(), [5, 17], sizes=one)

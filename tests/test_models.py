@@ -260,7 +260,7 @@ def test_a_folder_without_weights(copy: Path) -> None:
     assert "no model.safetensors" in message
     assert "pickled" not in message
     (copy / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    assert "pickled weights are not read: they can run code" in refusal(copy)
+    assert "pickled weights are not read unless load(…, pickle=True) asks" in refusal(copy)
 
 
 def test_a_file_is_no_model(copy: Path) -> None:

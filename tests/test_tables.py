@@ -267,3 +267,37 @@ def test_frames_go_to_parquet_and_back(sentence, tmp_path):
     frame = ap.table(sentence, 1, by="word")
     frame.to_parquet(tmp_path / "frame.parquet")
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "frame.parquet"), frame)
+
+
+def test_layers_may_have_other_numbers_of_heads(gpt2):
+    """As in OpenELM: all heads of each layer, and one that a layer lacks is refused."""
+    cap = ap.capture(gpt2(), [5, 17, 23, 8])
+    few = dataclasses.replace(
+        cap.calls[1],
+        query=cap.calls[1].query[:, :2],
+        key=cap.calls[1].key[:, :2],
+        value=cap.calls[1].value[:, :2],
+    )
+    for calls in ((cap.calls[0], few), (few, cap.calls[0])):
+        some = tuple(dataclasses.replace(one, layer=layer) for layer, one in enumerate(calls))
+        uneven = dataclasses.replace(cap, calls=some)
+        counts = ap.table(uneven).groupby("layer")["head"].nunique()
+        assert list(counts) == [one.heads for one in some]
+        own = [ap.weights(uneven, layer).mean(0) for layer in (0, 1)]
+        found = ap.attended(uneven, 3, top=1)
+        best = (own[0] + own[1])[3] / 2
+        assert found["weight"][0] == pytest.approx(float(best.max()))
+        rollout = ap.attended(uneven, 3, how="rollout", top=4).sort_values("key_pos")["weight"]
+        half = [(one + torch.eye(4)) / 2 for one in own]
+        assert rollout.to_numpy() == pytest.approx((half[1] @ half[0])[3].numpy())
+        with pytest.raises(ap.InputError, match="head 5 is out of range: there are 2"):
+            ap.table(uneven, head=5)
+
+
+def test_a_capture_without_calls_has_no_table(gpt2):
+    empty = dataclasses.replace(ap.capture(gpt2(), [5, 17, 23]), calls=())
+    for call in (ap.table, ap.attended, ap.head_stats, ap.attention_view):
+        with pytest.raises(ap.InputError):
+            call(empty)
+    with pytest.raises(ap.InputError, match="no attention call"):
+        ap.logit_contributions(empty, 5)

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from samples import IDS
+from samples import IDS, mistral
 from transformers import BartConfig, BartForConditionalGeneration
 
 import attnprobe as ap
@@ -605,3 +605,15 @@ def test_what_goes_wrong_while_a_model_is_verified_leaves_nothing_behind(gpt2):
         ap.verify(model)
     with pytest.raises(ap.InputError, match="go with a model"):
         ap.verify(ap.capture(gpt2(), IDS), IDS)
+
+
+def test_eager_in_float64_has_a_softmax_of_float32(gpt2):
+    """Llama's eager attention and its like cast to float32 within; linear layers do not."""
+    llama = mistral().double()
+    llama.set_attn_implementation("eager")
+    assert ap.verify(ap.capture(llama, IDS)).passed
+    report = ap.verify(ap.capture(gpt2("eager").double(), IDS))
+    assert report.passed
+    bounds = {row.check: row.bound for row in report.rows if row.verdict == "verified"}
+    assert bounds["projection"] < 1e-10
+    assert 1e-10 < bounds["weights"] < 1e-4

@@ -13,6 +13,7 @@ from attnprobe.capturing import output_of
 from attnprobe.checking.basis import basis_of
 from attnprobe.checking.report import Row
 from attnprobe.hooks import replaced
+from attnprobe.loading.amounts import need_forward
 from attnprobe.records import AttentionCall, Capture, dtype_name
 
 FALSE_ALARM = 1e-9
@@ -21,6 +22,9 @@ FALSE_ALARM = 1e-9
 UNRELATED = 3.0
 """Outputs that have nothing to do with each other surely differ, somewhere in the vocabulary, by
 this many of their standard deviations."""
+
+LESS = "checks=['mask', 'output'], without the logits,"
+"""What to ask for where three outputs are too much."""
 
 TOKENS_AT_ONCE = 8
 """How many tokens' logits are compared in float64 at a time."""
@@ -48,6 +52,9 @@ def logits_row(cap: Capture, reason: str) -> Row:
     Args:
         cap: what `capture` returned.
         reason: why it cannot be checked, if that is known already; else empty.
+
+    Raises:
+        InputError: two more outputs would take more memory than `attnprobe.memory` allows.
     """
     if cap.lm is None:
         return Row("logits", None, None, reason="the capture has no model with it")
@@ -55,12 +62,16 @@ def logits_row(cap: Capture, reason: str) -> Row:
         return Row("logits", None, None, reason=f"this is the {cap.part} alone: verify the whole")
     if reason:
         return Row("logits", None, None, reason=reason)
+    need_forward(cap.lm.model, cap.inputs, outputs=2, instead=LESS)
     generator = torch.Generator().manual_seed(0)
     outputs = (
         cap.output,
         _output_with(cap, _formula),
         _output_with(cap, lambda call: _moved(call, generator)),
     )
+    if outputs[1].shape != cap.output.shape:
+        shapes = f"{tuple(outputs[1].shape)}, the capture's output is {tuple(cap.output.shape)}"
+        return Row("logits", None, None, reason=f"the model gives {shapes}")
     rows = cap.output_padding
     found = _spread(*outputs, rows)
     count = int(rows.sum()) * cap.output.shape[-1]

@@ -174,7 +174,7 @@ def logit_contributions(
     parts = parts_of(cap, text, place, found)
     reader = Reader.of(found, ids)
     logits = cap.output[text, place, ids].double().cpu()  # (1,) or (2,)
-    checks, bound = reader.checked(parts, found, logits, cap.calls[0].rounding)
+    checks, bound = reader.checked(parts, found, logits, cap.calls[0].layer_rounding)
     frame, logit = reader.frame(parts), float(logits @ reader.sign)
     error = abs(float(frame["contribution"].sum()) - logit)
     last = words.words[words.word_of[at]].label

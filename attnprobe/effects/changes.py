@@ -17,6 +17,7 @@ from attnprobe.effects.sites import Axis, Sites, aligned, by_key_head, positions
 from attnprobe.errors import InputError, ModelError
 from attnprobe.formula import Tile, softmax, tiles
 from attnprobe.masks import Allowing
+from attnprobe.memory import need
 from attnprobe.records import AttentionCall, Capture, captured, whole
 from attnprobe.seam.interception import KernelOutput
 
@@ -177,7 +178,14 @@ class Change:
         output = call.value.new_empty(batch, queries, heads, call.value.shape[-1])
         weights = None
         if "eager" in call.kernel:
-            weights = call.value.new_zeros(batch, heads, queries, call.key.shape[2])
+            shape = (batch, heads, queries, call.key.shape[2])
+            need(
+                2 * math.prod(shape) * call.value.element_size(),
+                f"the weights of {batch} × {heads} heads over {queries:,} × {shape[3]:,} tokens",
+                "a model loaded with attn='sdpa', fewer texts or a shorter one",
+                call.value.device,
+            )
+            weights = call.value.new_zeros(shape)
         rule, scaling = self._rule(call, basis.rule), self._scaling(call)
         operands = (call.query, call.key, call.value)
         for tile in tiles(*operands, rule, scaling, basis.terms, weigh=partial(self._weigh, call)):

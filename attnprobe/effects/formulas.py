@@ -264,7 +264,7 @@ def _unchanged(lm: LanguageModel, ids: Tensor, own: _Own, weights: _Weights) -> 
         return run()
 
     with replaced(lm.model, handle) as unseen:
-        logits = logits_of(lm.model, ids[None])[0]
+        logits = logits_of(lm.model, ids[None], outputs=2)[0]  # and a changed run's beside them
     if unseen or not own.factors:
         reason = str(unseen[0]) if unseen else "it has no softmax attention to be seen"
         raise ModelError(f"{type(lm.model).__name__} cannot be changed: {reason}")

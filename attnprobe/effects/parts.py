@@ -58,7 +58,7 @@ def parts_of(cap: Capture, text: int, place: int, found: Residual) -> Parts:
         ModelError: a layer whose W_O is not known.
         InputError: a layer whose attention ran unseen.
     """
-    parts = _embedded(found, cap.calls[0].rounding)
+    parts = _embedded(found, cap.calls[0].layer_rounding)
     for layer in range(cap.layers):
         parts += _of_layer(cap.call(layer), text, place, found)
     return parts
@@ -92,9 +92,9 @@ def _of_layer(call: AttentionCall, text: int, place: int, found: Residual) -> Pa
     attention = call.attention_output[text, place].double().cpu()  # (E,)
     before, after = found.states[call.layer : call.layer + 2]
     mlp = found.mlps[call.layer]
-    _, merge = linear(z.flatten(), weight.flatten(0, 1), bias, call.rounding)
+    _, merge = linear(z.flatten(), weight.flatten(0, 1), bias, call.layer_rounding)
     terms = torch.stack([before, attention, mlp])
-    sums = _stored(terms, call.rounding)
+    sums = _stored(terms, call.layer_rounding)
     return Parts(
         [*labels, ("mlp", call.layer, None)],
         torch.cat([added, mlp[None]]),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attnprobe.capturing import Texts, nonfinite, refuse_random
 from attnprobe.errors import InputError, ModelError
+from attnprobe.loading.amounts import need_forward
 from attnprobe.loading.encoding import accepted, encode
 from attnprobe.records import LanguageModel
 
@@ -70,18 +71,23 @@ def refuse_encoder_decoder(model: nn.Module) -> None:
         )
 
 
-def logits_of(model: nn.Module, ids: Tensor, *, last: bool = False) -> Tensor:
+def logits_of(model: nn.Module, ids: Tensor, *, last: bool = False, outputs: float = 1) -> Tensor:
     """A forward's logits, (N, T, V), of ids (N, T); of the last token alone, (N, 1, V).
 
+    `outputs` says how many times as much memory the caller will hold, these included.
+
     Raises:
+        InputError: more than `attnprobe.memory` allows.
         ModelError: it has none for each token.
     """
     names = accepted(model)
     options = {"logits_to_keep": 1, "use_cache": False} if last else {"use_cache": False}
     options = {name: one for name, one in options.items() if name in names}
+    few = "logits_to_keep" in options
+    need_forward(model, {"input_ids": ids}, outputs=outputs / ids.shape[1] if few else outputs)
     with torch.no_grad():
-        outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
-    logits = getattr(outputs, "logits", None)
+        returned = model(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+    logits = getattr(returned, "logits", None)
     if not isinstance(logits, Tensor) or logits.dim() != 3:
         raise ModelError(
             f"{type(model).__name__} gives no logits for each token: load it with its "

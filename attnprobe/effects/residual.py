@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from attnprobe.capturing import output_of
 from attnprobe.errors import InputError, ModelError
+from attnprobe.loading.amounts import need_forward
 from attnprobe.projections import unlike, weight_and_bias
 from attnprobe.records import Capture
 from attnprobe.rounding import Arithmetic, Bounded, layer_norm, rms_norm
@@ -54,11 +55,13 @@ def stream_of(cap: Capture) -> Stream:
     """The names of a captured model's modules.
 
     Raises:
-        InputError: the capture has no model with it.
+        InputError: the capture has no model with it, or no attention call.
         ModelError: a model of a class that is not known (the message says which are).
     """
     if cap.lm is None:
         raise InputError("the capture has no model with it: its logits cannot be taken apart")
+    if not cap.calls:
+        raise InputError("the capture has no attention call: its logits cannot be taken apart")
     kind = type(cap.lm.model)
     stream = STREAMS.get(kind.__name__)
     if stream is None or not kind.__module__.startswith("transformers."):
@@ -182,6 +185,7 @@ def residual(cap: Capture, stream: Stream, text: int, place: int) -> Residual:
             stack.callback(hook.remove)
         for name in after:
             stack.callback(model.get_submodule(name).register_forward_hook(leave(name)).remove)
+        need_forward(model, cap.inputs)
         output = output_of(model(**cap.inputs), model, cap.padding)
     captured = cap.output[text, place].to(output.device)
     if not torch.equal(output[text, place], captured):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from attnprobe.effects.predicting import logits_of
+from attnprobe.effects.predicting import TOKENS_AT_ONCE, logits_of
 from attnprobe.errors import InputError, ModelError
 from attnprobe.loading.continuations import NextToken, next_token
 from attnprobe.loading.encoding import accepted
@@ -81,11 +81,21 @@ class Metric:
             logits: (N, T, V), or (N, 1, V) of the last token.
             ids: the text's, (T,).
         """
-        if self.target is None:  # one at a time: in float64 they take twice the room
-            losses = [cross_entropy(one[:-1].double(), ids[1:]) for one in logits]
-            return torch.stack(losses)
+        if self.target is None:
+            return torch.stack([_loss(one[:-1], ids[1:]) for one in logits])
         found = logits[:, -1, self.target.id].double()
         return found if self.against is None else found - logits[:, -1, self.against.id].double()
+
+
+def _loss(logits: Tensor, following: Tensor) -> Tensor:
+    """The mean loss of the next tokens (T,), float64: of (T, V) logits, some rows at a time, as
+    they take much room in float64."""
+    losses = [
+        cross_entropy(logits[rows].double(), following[rows], reduction="sum")
+        for start in range(0, len(following), TOKENS_AT_ONCE)
+        for rows in [slice(start, start + TOKENS_AT_ONCE)]
+    ]
+    return torch.stack(losses).sum() / len(following)
 
 
 def refuse_unmeasured(name: object, target: object, against: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -16,7 +16,7 @@ from attnprobe.errors import InputError, ModelError
 from attnprobe.formula import TILE_BYTES, scores, softmax
 from attnprobe.masks import Allowing, MaskRule
 from attnprobe.models import as_language_model
-from attnprobe.records import AttentionCall, seeded, whole
+from attnprobe.records import AttentionCall, seeded, several, whole
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 """The head sizes that random vectors are drawn in."""
@@ -102,7 +102,7 @@ def _sizes(sizes: object) -> list[int]:
     Raises:
         InputError: something else.
     """
-    if not isinstance(sizes, Iterable):
+    if not several(sizes):
         raise InputError(f"expected a list of sizes, such as [8, 64]; got {sizes!r}")
     wanted = [whole(size, "sizes") for size in sizes]
     if not wanted or min(wanted) < 1 or max(wanted) > LARGEST:

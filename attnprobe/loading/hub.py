@@ -35,6 +35,9 @@ from attnprobe.errors import ModelError
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """The files of which a folder must hold one to be a model with safetensors weights."""
 
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""The same of pickled weights, which are read only where that is asked for."""
+
 _DOWNLOADS = ["*.json", "*.txt", "*.model", "*.jinja", "model.safetensors*", "model-*.safetensors"]
 _PROBE_SECONDS = 4
 
@@ -44,10 +47,13 @@ Reached = tuple[str | None, str]
 logger = logging.getLogger(__name__)
 
 
-def fetch(source: str, revision: str | None = None, *, code: bool = False) -> Path:
+def fetch(
+    source: str, revision: str | None = None, *, code: bool = False, pickle: bool = False
+) -> Path:
     """Download a model, or take it from the cache where the hub cannot be reached.
 
-    Gives the folder of one commit, named after it. `code` asks for the model's Python files too.
+    Gives the folder of one commit, named after it. `code` asks for the model's Python files too,
+    and `pickle` for pickled weights, where there are no others.
 
     Raises:
         ModelError: no such model or revision, none this user may read, or the hub cannot be
@@ -61,7 +67,10 @@ def fetch(source: str, revision: str | None = None, *, code: bool = False) -> Pa
         ) from None
     commit, unreachable = _reach(source, revision)
     if commit is not None:
-        return _download(source, revision, commit, code)
+        folder = _download(source, revision, commit, code)
+        if pickle and not any((folder / name).exists() for name in WEIGHTS):
+            folder = _download(source, revision, commit, code, "pytorch_model*.bin")
+        return folder
     config = try_to_load_from_cache(source, "config.json", revision=revision)
     if not isinstance(config, str):
         at = "" if revision is None else f" at revision {revision!r}"
@@ -123,7 +132,7 @@ def _ask(source: str, revision: str | None) -> Reached | ModelError:
     return (None, "its answer names no commit") if commit is None else (commit, "")
 
 
-def _download(source: str, revision: str | None, commit: str, code: bool) -> Path:
+def _download(source: str, revision: str | None, commit: str, code: bool, *more: str) -> Path:
     """Download one commit. Only when all of it is here, and is what the hub says, does the cache's
     note of the revision name it: until then, what was there before is what is taken offline."""
     cache = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=source, repo_type="model")
@@ -135,7 +144,7 @@ def _download(source: str, revision: str | None, commit: str, code: bool) -> Pat
             snapshot_download(
                 source,
                 revision=commit,
-                allow_patterns=[*_DOWNLOADS, "*.py"] if code else _DOWNLOADS,
+                allow_patterns=[*_DOWNLOADS, *(["*.py"] if code else []), *more],
                 ignore_patterns=None if code else ["*/*"],  # other frameworks' weights, examples
                 etag_timeout=_PROBE_SECONDS,
             )

@@ -178,8 +178,7 @@ def _sheet(
         vmax = max(float(panel.weights.max()) for row in panels for panel in row)
     elif not (isinstance(vmax, int | float) and math.isfinite(vmax) and vmax > 0):
         raise InputError(f"vmax must be a weight above 0, got {vmax!r}")
-    lm = stretch.cap.lm
-    name = shortened(lm.name, LONGEST_NAME) if lm is not None else ""
+    name = shortened(stretch.cap.model_name, LONGEST_NAME)
     heading = ", ".join(filter(None, (name, which)))
     letters = fonts.legible([heading, *stretch.words.labels(by)])
     heading, *labels = letters.texts

@@ -67,7 +67,7 @@ class Selection:
     @property
     def title(self) -> str:
         """What is shown, to read."""
-        name = self.cap.lm.name if self.cap.lm is not None else ""
+        name = self.cap.model_name
         parts = [
             _numbered("layer", self.layers),
             _numbered("head", self.heads),
@@ -81,7 +81,7 @@ class Selection:
         Raises:
             NonFiniteError: a row of weights does not sum to 1.
         """
-        found = Attention.of(self.cap, layer, self.heads, self.text)
+        found = Attention.of(self.cap, layer, self.heads, self.text, holds=4)
         _refuse_sums(found.shown, layer)
         return found
 

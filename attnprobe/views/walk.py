@@ -77,7 +77,7 @@ def walkthrough_view(
     labels = labels_of(words, "word", _WIDEST)
     data = {
         **_held(picked),
-        "model": cap.lm.name if cap.lm is not None else "",
+        "model": cap.model_name,
         "dtype": dtype_name(cap.call(picked.layers[0]).dtype),
         "word": at,
         "words": [

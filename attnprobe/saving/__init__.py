@@ -1,0 +1,1 @@
+"""A capture in a folder, and back: safetensors and JSON, checked before anything is believed."""
