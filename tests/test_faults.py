@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from hub import Client, Hub, save_gpt2, total
+from typer.testing import CliRunner
 
 import attnprobe as ap
+from attnprobe import cli
 from attnprobe.loading import hub as hub_module
 
 COMMANDS = {
@@ -21,18 +23,9 @@ COMMANDS = {
 }
 
 
-def run(*args, env=None, **options):
-    """The command in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "attnprobe", *args],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
-        **options,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
+def run(*args):
+    """The command, in this process."""
+    return CliRunner().invoke(cli.app, list(args))
 
 
 # The disk
@@ -58,7 +51,7 @@ def test_a_full_disk(small_disk, name):
     text = "The children were playing in the green park " * 3
     done = run(*COMMANDS[name], text, "--out", str(out))
     filler.unlink()
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert f"cannot write {out}: No space left on device" in done.stderr
     assert out.read_text() == "of yesterday"
     assert [one.name for one in small_disk.iterdir()] == [name]
@@ -71,7 +64,7 @@ def test_a_disk_that_may_only_be_read(small_disk):
         done = run("table", "--out", str(small_disk / "t.csv"), "--model", "no/such/model")
     finally:
         subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert f"nothing may be written to {small_disk}" in done.stderr
     assert "no/such/model" not in done.stderr  # refused before any work
 
@@ -81,11 +74,13 @@ def test_a_file_larger_than_may_be(tmp_path):
     out = tmp_path / "page.html"
     out.write_text("of yesterday")
 
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-
-    done = run("view", "--kind", "head", "--out", str(out), preexec_fn=limit)
-    assert done.returncode == 2
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    try:
+        done = run("view", "--kind", "head", "--out", str(out))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert done.exit_code == 2
     assert f"cannot write {out}: File too large" in done.stderr
     assert out.read_text() == "of yesterday"
     assert list(tmp_path.iterdir()) == [out]
