@@ -7,8 +7,12 @@ import importlib.util
 import io
 import json
 import math
+import os
+import signal
+import sys
 import zlib
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -738,3 +742,49 @@ def test_what_is_not_installed_is_said_before_any_work(
     )
     with pytest.raises(ap.InputError, match=rf"pip install 'attnprobe\[{extra}\]'"):
         ap.sweep(lm, TEXTS, tmp_path / "out", engine="ray" if missing == "ray" else "local")
+
+
+# Two workers
+
+
+class Dying(torch.nn.Embedding):
+    """Ends the process that runs it, once: as a worker that the system kills."""
+
+    marker: Path
+    caller: int
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if os.getpid() != self.caller and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(ids)
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """Ray, stopped in the end: `sweep` starts it."""
+    found = pytest.importorskip("ray")
+    found.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield found
+    found.shutdown()
+
+
+@pytest.mark.usefixtures("ray", "small_shards")
+def test_two_workers_one_of_them_killed_give_the_same_bit_for_bit(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    model = causal(torch.float32)
+    corpus = [PAGE, *TEXTS, "", b"no text"]
+    whole = ap.sweep((model, tokenizer), corpus, tmp_path / "whole", tokens=64, verify=2)
+    words = model.transformer.wte
+    words.__class__, words.marker, words.caller = Dying, tmp_path / "killed", os.getpid()
+    shown: list[Any] = []
+    out = tmp_path / "out"
+    options = {"tokens": 64, "verify": 2, "engine": "ray", "workers": 2}
+    found = ap.sweep((model, tokenizer), corpus, out, **options, progress=shown.append)
+    assert words.marker.exists()
+    assert files_of(out) == files_of(tmp_path / "whole")
+    assert shown[-1].documents == found.manifest["corpus"]["documents"] == len(corpus)
+    assert shown[-1].done == shown[-1].total == len(corpus)
+    assert found.manifest["corpus"]["tokens"] == whole.manifest["corpus"]["tokens"]
+    assert ap.sweep((model, tokenizer), corpus, out, **options).manifest == whole.manifest

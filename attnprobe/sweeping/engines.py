@@ -130,8 +130,6 @@ def by_ray(
             batch_size=1,
             compute=ray.data.ActorPoolStrategy(size=workers),
             num_cpus=1,
-            max_restarts=-1,
-            max_task_retries=-1,
         )
         for row in done.iter_rows():
             if row["error"]:
