@@ -52,9 +52,9 @@ def texts_of(lm: ap.LanguageModel, shard: Shard) -> list[Text]:
     ]
 
 
-def cost(name: str, corpus: Path, limit: int | None) -> None:
+def cost(name: str, corpus: Path, limit: int | None, headless_too: bool) -> None:
     lm = loaded(name)
-    bare = without_head(lm)
+    models = [lm.model, without_head(lm).model][: 1 + headless_too]
     ours, plain, headless, finishing = Clock(), Clock(), Clock(), Clock()
     tokens = 0
     with tempfile.TemporaryDirectory() as out:
@@ -75,10 +75,12 @@ def cost(name: str, corpus: Path, limit: int | None) -> None:
                 for some in batches(texts_of(lm, shard), SETTINGS.batch_size)
             ]
             with torch.no_grad():
-                for clock, model in ((plain, lm.model), (headless, bare.model)):
+                for clock, model in zip((plain, headless), models, strict=False):
                     with clock.running():
                         for inputs in given:
                             model(**inputs)
+            so_far = f"{tokens} tokens, {ours.processor / plain.processor:.2f} of processor time"
+            print(so_far, file=sys.stderr, flush=True)
         with finishing.running():
             merged = Merged(folder)
             settings = {"tokens": SETTINGS.tokens, "value": SETTINGS.value, "pairs": SETTINGS.pairs}
@@ -87,18 +89,15 @@ def cost(name: str, corpus: Path, limit: int | None) -> None:
     ours.wall += finishing.wall
     ours.processor += finishing.processor
     print(f"{name}, {tokens} tokens, {merged.shards} shards, {torch.get_num_threads()} threads")
-    for label, clock in (
-        ("sweep", ours),
-        ("(of it, merging)", finishing),
-        ("plain forwards", plain),
-        ("without logits", headless),
-    ):
+    clocks = {"plain forwards": plain, "without logits": headless}
+    clocks = dict([*clocks.items()][: len(models)])
+    for label, clock in ({"sweep": ours, "(of it, merging)": finishing} | clocks).items():
         speed = tokens / clock.wall
         print(
             f"{label:17} {clock.wall:8.1f} s, {clock.processor:8.1f} s of processor time, "
             f"{speed:8.0f} tokens/s"
         )
-    for label, clock in (("plain forwards", plain), ("without logits", headless)):
+    for label, clock in clocks.items():
         print(
             f"sweep / {label}: {ours.wall / clock.wall:.2f}, "
             f"{ours.processor / clock.processor:.2f} of processor time"
@@ -150,6 +149,7 @@ def main() -> None:
     parser.add_argument("corpus", type=Path, help="a folder of .txt files, or one")
     parser.add_argument("--model", default="bundled", help="bundled, smollm2, or what load takes")
     parser.add_argument("--tokens", type=int, help="stop after so many")
+    parser.add_argument("--plain-alone", action="store_true", help="none without logits")
     parser.add_argument("--memory", action="store_true", help="the peaks, each in a new process")
     parser.add_argument("--share", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -158,7 +158,7 @@ def main() -> None:
     elif options.memory:
         memory(options.model, options.corpus)
     else:
-        cost(options.model, options.corpus, options.tokens)
+        cost(options.model, options.corpus, options.tokens, not options.plain_alone)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from attnprobe.heads import BASIC, COUNTED, MASSES
 from attnprobe.sweeping import folder, pairs, shards
 from attnprobe.sweeping.results import quantile
 from attnprobe.sweeping.shards import Passage, passages
+from attnprobe.sweeping.sources import Document
 from attnprobe.sweeping.tallies import BINS, edges
 from attnprobe.sweeping.texts import CLASSES, cut
 
@@ -307,7 +308,10 @@ def test_passages_are_the_text_in_stretches(monkeypatch: pytest.MonkeyPatch) -> 
 # Whatever the batch size; and after a crash
 
 
-def test_the_batch_size_moves_no_number(lm: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_batch_size_moves_no_number(dtype: torch.dtype, tokenizer: Any, tmp_path: Path) -> None:
+    """In float32 too, as a text is padded alike in any batch."""
+    lm = causal(dtype), tokenizer
     several = [
         ap.sweep(lm, [PAGE, *TEXTS], tmp_path / str(n), batch_size=n, tokens=64) for n in (1, 3, 16)
     ]
@@ -382,7 +386,7 @@ def test_another_corpus_model_or_setting_is_refused(
 ) -> None:
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        ap.sweep(lm, [PAGE], out, tokens=64, progress=stopping(4, KeyboardInterrupt()))
+        ap.sweep(lm, [PAGE], out, tokens=64, progress=stopping(9, KeyboardInterrupt()))
     before = files_of(out)
     with pytest.raises(ap.InputError, match="begun with another settings: tokens was 64"):
         ap.sweep(lm, [PAGE], out, tokens=32)
@@ -397,6 +401,9 @@ def test_another_corpus_model_or_setting_is_refused(
         other.transformer.h[1].attn.c_attn.bias[3] += 1e-9
     with pytest.raises(ap.InputError, match="another model: sha256"):
         ap.sweep((other, tokenizer), [PAGE], out, tokens=64)
+    begun = next(iter(shards.shards([Document("document 0", [PAGE], "", 1)])))
+    with pytest.raises(ap.AttnprobeError, match="finished shards, and the corpus has 1"):
+        ap.sweep(lm, ["".join(one.text for one in begun.passages)], out, tokens=64)
     assert {name: one for name, one in files_of(out).items() if name.startswith("parts")} == {
         name: one for name, one in before.items() if name.startswith("parts")
     }
@@ -788,3 +795,5 @@ def test_two_workers_one_of_them_killed_give_the_same_bit_for_bit(
     assert shown[-1].done == shown[-1].total == len(corpus)
     assert found.manifest["corpus"]["tokens"] == whole.manifest["corpus"]["tokens"]
     assert ap.sweep((model, tokenizer), corpus, out, **options).manifest == whole.manifest
+    with pytest.raises(ap.InputError, match="workers=3, and Ray has 2 processors"):
+        ap.sweep((model, tokenizer), corpus, tmp_path / "3", **options | {"workers": 3})

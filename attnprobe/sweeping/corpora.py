@@ -16,7 +16,7 @@ import attnprobe
 from attnprobe.errors import AttnprobeError, InputError, ModelError, NonFiniteError
 from attnprobe.models import as_language_model
 from attnprobe.records import LanguageModel, dtype_name, whole
-from attnprobe.sweeping.engines import Progress, by_ray, here
+from attnprobe.sweeping.engines import Progress, by_ray, here, need_ray
 from attnprobe.sweeping.folder import Folder
 from attnprobe.sweeping.measuring import Settings
 from attnprobe.sweeping.results import TABLES, Merged, Sweep, need_pyarrow, parquet, read_sweep
@@ -93,6 +93,8 @@ def sweep(
         raise InputError(f"engine must be 'local' or 'ray', got {engine!r}")
     if whole(workers, "workers") < 1 or (engine == "local" and workers != 1):
         raise InputError(f"got workers={workers}: one with engine='local', 1 or more with 'ray'")
+    if engine == "ray":
+        need_ray()
     folder = Folder(Path(out))
     folder.open()
     about = _about(model, settings, field)
@@ -103,6 +105,7 @@ def sweep(
     if before is not None and before["complete"]:
         for _ in follow.shards():
             pass
+        folder.drop_parts()
         if follow.sha256 != before["corpus"]["sha256"]:
             raise InputError(f"{out} holds a finished sweep of another corpus: give another folder")
         return read_sweep(out)

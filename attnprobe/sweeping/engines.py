@@ -176,14 +176,22 @@ class Worker:
         return {name: [one] for name, one in row.items()}
 
 
+def need_ray() -> None:
+    """Refuse to begin what could not be computed.
+
+    Raises:
+        InputError: no Ray.
+    """
+    if util.find_spec("ray") is None:
+        raise InputError("engine='ray' needs Ray: pip install 'attnprobe[ray]'")
+
+
 def _started(workers: int) -> Any:
     """Ray, connected to the cluster of RAY_ADDRESS, or to a new one on this machine.
 
     Raises:
-        InputError: it is not installed.
+        InputError: a cluster with fewer processors than workers, which would wait for ever.
     """
-    if util.find_spec("ray") is None:
-        raise InputError("engine='ray' needs Ray: pip install 'attnprobe[ray]'")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
     import ray.data
@@ -193,5 +201,8 @@ def _started(workers: int) -> Any:
         address = os.environ.get("RAY_ADDRESS", "local")
         options = {"num_cpus": workers, "include_dashboard": False} if address == "local" else {}
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    processors = ray.cluster_resources().get("CPU", 0)
+    if processors < workers:
+        raise InputError(f"workers={workers}, and Ray has {processors:g} processors: give fewer")
     ray.data.DataContext.get_current().enable_progress_bars = False
     return ray

@@ -78,7 +78,10 @@ class Sweep:
 
     def _table(self, name: str) -> pd.DataFrame:
         if self.manifest["complete"]:
-            return pd.read_parquet(self.path / f"{name}.parquet")
+            file = self.path / f"{name}.parquet"
+            if not file.is_file():
+                raise InputError(f"there is no {file}: the sweep was finished, and it is gone")
+            return pd.read_parquet(file)
         found = Merged(Folder(self.path)).table(name, self.manifest["settings"])
         assert isinstance(found, pd.DataFrame)
         return found
