@@ -797,3 +797,23 @@ def test_two_workers_one_of_them_killed_give_the_same_bit_for_bit(
     assert ap.sweep((model, tokenizer), corpus, out, **options).manifest == whole.manifest
     with pytest.raises(ap.InputError, match="workers=3, and Ray has 2 processors"):
         ap.sweep((model, tokenizer), corpus, tmp_path / "3", **options | {"workers": 3})
+
+
+def test_a_layer_whose_mask_is_another_is_left_out(
+    lm: Any, plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mask is compared once for all layers that are given the same one, not once for all."""
+    attention = lm[0].transformer.h[1].attn
+    right = attention.forward
+
+    def wrong(states: torch.Tensor, *more: Any, attention_mask: Any, **options: Any) -> Any:
+        shown = attention_mask.clone()
+        shown[:, :, 3, 1] = False if shown.dtype == torch.bool else -torch.inf
+        return right(states, *more, attention_mask=shown, **options)
+
+    monkeypatch.setattr(attention, "forward", wrong)
+    texts = [text for text in TEXTS if len(lm[1](text)["input_ids"]) > 4]
+    found = ap.sweep(lm, texts, tmp_path / "out")
+    assert found.manifest["left_out"].keys() == {"layer 1"}
+    assert "mask entries differ" in found.manifest["left_out"]["layer 1"]
+    assert set(found.heads["layer"]) == {0}

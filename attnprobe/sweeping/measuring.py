@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnprobe.capturing import run
-from attnprobe.checking.basis import basis_of
+from attnprobe.checking.basis import Basis, basis_of
 from attnprobe.errors import NonFiniteError
 from attnprobe.loading.encoding import Batch
 from attnprobe.masks import MaskRule, Rule
@@ -141,6 +141,7 @@ class _Batch:
         self.texts, self.settings = texts, settings
         self.reading = Reading.of(texts, batch.padding)
         self.plans: dict[tuple[object, ...], Plan] = {}
+        self.compared: list[tuple[Tensor, MaskRule, tuple[object, ...], str]] = []
         self.tallies: dict[int, Tally] = {}
         self.strongest: dict[int, Tensor] = {}
         self.left_out: dict[int, str] = {}
@@ -161,7 +162,7 @@ class _Batch:
 
     def take(self, call: AttentionCall) -> None:
         """Measure a call while the model runs."""
-        basis = basis_of(call)
+        basis = self._basis(call)
         reason = basis.departure
         if call.kind == "cross" or call.key.shape[2] != self.reading.real.shape[1]:
             reason = f"it attends to {call.key.shape[2]} keys, not to the tokens alone"
@@ -176,6 +177,20 @@ class _Batch:
             raise NonFiniteError(f"layer {call.layer}: its weights hold NaN or infinity")
         if self.settings.pairs:
             self.strongest[call.layer] = rows.strongest
+
+    def _basis(self, call: AttentionCall) -> Basis:
+        """The basis of a call; a mask is compared with the facts once for all layers with it."""
+        basis, rule = basis_of(call), call.expected_mask
+        plain = call.terms.bias is None and call.expected_terms.bias is None
+        if rule is None or call.mask is None or not plain:
+            return basis
+        key = (call.is_causal, call.kernel, call.facts_known, call.bias_known)
+        for mask, before, known, difference in self.compared:
+            if mask is call.mask and known == key and rule.same_as(before):
+                vars(basis)["mask_difference"] = difference
+                return basis
+        self.compared.append((call.mask, rule, key, basis.mask_difference))
+        return basis
 
     def _plan(self, rule: Rule) -> Plan:
         if not isinstance(rule, MaskRule):
