@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from attnprobe.records import AttentionCall, Capture, LanguageModel
     from attnprobe.roles import head_roles
     from attnprobe.saving.captures import load_capture, save
+    from attnprobe.sweeping.corpora import sweep
+    from attnprobe.sweeping.results import Sweep, read_sweep
     from attnprobe.tables import styled, table
     from attnprobe.verification import verify
     from attnprobe.views.attention import attention_view
@@ -44,6 +46,7 @@ __all__ = [
     "LogitContributions",
     "ModelError",
     "NonFiniteError",
+    "Sweep",
     "VerificationReport",
     "View",
     "Walkthrough",
@@ -67,11 +70,13 @@ __all__ = [
     "neuron_view",
     "patch_effects",
     "probe",
+    "read_sweep",
     "report_view",
     "save",
     "scale_variance",
     "scores",
     "styled",
+    "sweep",
     "table",
     "term_effects",
     "verify",
@@ -98,6 +103,8 @@ _HOMES = {
     "checking.report": ("VerificationReport",),
     "roles": ("head_roles",),
     "looking": ("attended", "attended_by"),
+    "sweeping.corpora": ("sweep",),
+    "sweeping.results": ("Sweep", "read_sweep"),
     "tables": ("styled", "table"),
     "effects.variance": ("scale_variance",),
     "verification": ("verify",),

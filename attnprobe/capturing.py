@@ -12,7 +12,7 @@ from attnprobe.errors import InputError, ModelError, NonFiniteError
 from attnprobe.hooks import watched
 from attnprobe.keeping import Keeper
 from attnprobe.loading.amounts import need_forward
-from attnprobe.loading.encoding import encode
+from attnprobe.loading.encoding import Batch, encode
 from attnprobe.models import as_language_model, device_of
 from attnprobe.records import AttentionCall, Capture, LanguageModel, dtype_name
 
@@ -79,6 +79,18 @@ def forward(
 
     `keeps`, `outputs` and `instead` are of `need_forward`: what the caller will hold.
     """
+    need = {"keeps": keeps, "outputs": outputs, "instead": instead}
+    return run(lm, lambda: encode(lm, text, target, padding_side), take, need)
+
+
+def run(
+    lm: LanguageModel,
+    encoded: Callable[[], Batch],
+    take: Callable[[AttentionCall], None],
+    need: dict[str, Any],
+) -> Capture:
+    """As `forward`, on what `encoded` gives once the model is known to be one to watch; `need` is
+    given to `need_forward`."""
     model = lm.model
     refuse_random(model)
     seen = 0
@@ -90,9 +102,9 @@ def forward(
         take(call)
 
     with torch.no_grad(), watched(model, take_finite) as calls:
-        batch = encode(lm, text, target, padding_side)
+        batch = encoded()
         rows = batch.padding if batch.target is None else batch.target.padding
-        need_forward(model, batch.inputs, keeps=keeps, outputs=outputs, instead=instead)
+        need_forward(model, batch.inputs, **need)
         returned = model(**batch.inputs)
     if not seen:
         reason = (

@@ -47,6 +47,7 @@ from attnprobe.command.options import (
     Target,
     Text,
 )
+from attnprobe.command.sweeps import Engine, every_of, sweep_progress, sweep_text
 from attnprobe.command.targets import (
     PAGE,
     PICTURES,
@@ -403,6 +404,62 @@ def report(
         give_shown(page.html, out, look, PAGE[0])
         print(verification.summary)
     raise typer.Exit(VERDICTS[verification.verdict])
+
+
+@app.command()
+def sweep(
+    corpus: Annotated[
+        str,
+        typer.Argument(help="A .txt, .jsonl or .parquet file, a folder of them, or - for stdin."),
+    ],
+    out: Annotated[Path, typer.Option(help="A new folder; or one to go on with.")],
+    tokens: Annotated[
+        int | None, typer.Option(help="The most of a text; 256 or the model's limit if not given.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Texts at a time.")] = 16,
+    field: Annotated[str, typer.Option(help="Where in a row the text is.")] = "text",
+    value: Annotated[bool, typer.Option("--value", help="Masses by weight × ‖v·W_O‖ too.")] = False,
+    pairs: Annotated[int, typer.Option(help="Word pairs of each head to keep.")] = 100,
+    verify: Annotated[
+        str | None, typer.Option(help="every=100: verify one text in 100 as it goes.")
+    ] = None,
+    engine: Annotated[Engine, typer.Option(help="local, or ray for several workers.")] = (
+        Engine.LOCAL
+    ),
+    workers: Annotated[int, typer.Option(help="With --engine ray.")] = 1,
+    model: Model = "bundled",
+    dtype: Dtype = "float32",
+    attn: Attn = None,
+    device: Device = "cpu",
+    revision: Revision = None,
+) -> None:
+    """Gather what each head does over a corpus, as Parquet files; killed, the same goes on.
+
+    Exit code 0: done. 1: done, and a text that was verified is a mismatch. 2: bad input, a full
+    disk, an unusable model.
+    """
+    with exits():
+        every = every_of(verify)
+        lm = _load(model, revision, dtype, attn, device)
+        from attnprobe.sweeping.corpora import sweep
+
+        with sweep_progress() as show:
+            found = sweep(
+                lm,
+                corpus,
+                out,
+                tokens=tokens,
+                batch_size=batch_size,
+                field=field,
+                value=value,
+                pairs=pairs,
+                verify=every,
+                engine=engine.value,
+                workers=workers,
+                progress=show,
+            )
+        print(sweep_text(found.manifest, out))
+    raise typer.Exit(VERDICTS["mismatch"] if found.manifest["verification"]["mismatch"] else 0)
 
 
 def main() -> None:

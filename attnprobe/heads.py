@@ -15,6 +15,7 @@ from torch import Tensor
 from attnprobe.looking import value_shares
 from attnprobe.recompute import Attention, Which, chosen
 from attnprobe.records import Capture, captured
+from attnprobe.words import Words
 
 MASSES = (
     *("first", "previous", "two_before", "same", "next"),
@@ -27,6 +28,9 @@ BASIC = ("entropy", "entropy_share", "largest", "distance", "distance_without_fi
 
 COUNTED = MASSES[-3:]
 """Those that some texts have no, or few, rows for: their rows are counted."""
+
+DIAGONALS = {"previous": 1, "two_before": 2, "same": 0, "next": -1}
+"""The masses on one key, so many tokens before the query."""
 
 _PUNCTUATION = regex.compile(r"\p{P}+")
 
@@ -125,23 +129,39 @@ class _Tokens:
     def of(cls, cap: Capture, text: int) -> _Tokens:
         words = cap.words_of(text)
         ids = cap.input_ids[text, cap.positions(text)]
-        marks = [
-            words.words[word].kind != "special" and _PUNCTUATION.fullmatch(token) is not None
-            for token, word in zip(words.tokens, words.word_of, strict=True)
-        ]
-        return cls(ids, torch.tensor(marks, device=ids.device))
+        return cls(ids, torch.tensor(punctuation(words), device=ids.device))
 
     def kinds(self) -> Iterator[tuple[str, Tensor]]:
         """For each mass, which keys j it is over for each query i, (T, T) bool."""
         at = torch.arange(len(self.ids), device=self.ids.device)
         back = at[:, None] - at  # i - j
-        for name, distance in (("previous", 1), ("two_before", 2), ("same", 0), ("next", -1)):
+        for name, distance in DIAGONALS.items():
             yield name, back == distance
         yield "first", (at == 0).expand_as(back)
         yield "punctuation", self.punctuation.expand_as(back)
-        equal = (self.ids[:, None] == self.ids) & (back > 0)
-        yield "duplicate", equal
-        yield "induction", equal.roll(1, dims=-1) & (back > 0)  # what rolls round has back = i
+        yield from zip(("duplicate", "induction"), copies(self.ids), strict=True)
+
+
+def punctuation(words: Words) -> list[bool]:
+    """Which tokens are of the kind `punctuation`."""
+    return [
+        words.words[word].kind != "special" and _PUNCTUATION.fullmatch(token) is not None
+        for token, word in zip(words.tokens, words.word_of, strict=True)
+    ]
+
+
+def copies(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys of `duplicate` and of `induction` for each query: (…, T) -> (…, T, T) bool."""
+    at = torch.arange(ids.shape[-1], device=ids.device)
+    earlier = at < at[:, None]
+    equal = (ids[..., :, None] == ids[..., None, :]) & earlier
+    return equal, equal.roll(1, dims=-1) & earlier  # what rolls round has j = i
+
+
+def with_a_choice(named: Tensor, open_: Tensor) -> Tensor:
+    """The rows that count for a mass: of those that may attend to `named` keys of its kind, and to
+    `open_` keys in all, those that may attend to such a key, and to another."""
+    return (named > 0) & (named < open_)
 
 
 class _Mean:
@@ -186,7 +206,7 @@ def _of_layer(
         for name, values, counts in _basic(attention):
             means[name].add(values, counts)
         for name, keys in tokens.kinds():
-            counts = _with_a_choice(keys, attention.allowed)
+            counts = with_a_choice((keys & attention.allowed).sum(-1), attention.allowed.sum(-1))
             means[name].add(_mass(attention.weights, keys), counts)
             if not isinstance(shares, str):
                 means[f"value_{name}"].add(_mass(shares, keys), counts)
@@ -218,11 +238,6 @@ def _basic(attention: Attention) -> Iterator[tuple[str, Tensor, Tensor]]:
 def _mass(weights: Tensor, keys: Tensor) -> Tensor:
     """Each row's sum over its keys of a kind: (h, T, T), (T, T) -> (h, T)."""
     return torch.einsum("hij,ij->hi", weights, keys.to(weights))
-
-
-def _with_a_choice(keys: Tensor, allowed: Tensor) -> Tensor:
-    """The rows that may attend to a key of a kind, and to another: (T, T), (T, T) -> (T,) bool."""
-    return (keys & allowed).any(-1) & (~keys & allowed).any(-1)
 
 
 def _variability(cap: Capture, layer: int, heads: list[int], texts: list[int]) -> np.ndarray:

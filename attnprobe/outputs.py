@@ -45,7 +45,7 @@ class Rows:
     seen: Tensor | None = None  # (h or 1, t) bool
 
 
-class _Buffers(threading.local):
+class Buffers(threading.local):
     """Memory that is written over from tile to tile and from call to call: what is new to a process
     costs as much time as the arithmetic. Nothing that is given out lies in it."""
 
@@ -61,7 +61,7 @@ class _Buffers(threading.local):
         return self.flat[key][:size].view(shape)
 
 
-_buffers = _Buffers()
+_buffers = Buffers()
 
 
 def attention(

@@ -168,6 +168,8 @@ def visible(text: str) -> str:
     White space alone becomes marks too (`␣`), characters that are never seen, alone, their code
     points (`<U+200D>`), and a combining mark without its letter stands on a circle.
     """
+    if text.isascii() and text.isprintable() and not text.isspace():
+        return text  # as most are
     marked = text.translate(_MARKS)
     if text.isspace():
         return "".join("␣" if one.isspace() else one for one in marked)

@@ -35,6 +35,9 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_run(command, tmp_path):
     words = shlex.split(command, comments=True)[1:]
+    if words[0] == "sweep":
+        (tmp_path / "corpus").mkdir()
+        (tmp_path / "corpus" / "readme.txt").write_text(README, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "attnprobe", *words],
         capture_output=True,
@@ -44,7 +47,9 @@ def test_the_commands_run(command, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    if "--out" in words:
+    if words[0] == "sweep":
+        assert (tmp_path / words[words.index("--out") + 1] / "heads.parquet").is_file()
+    elif "--out" in words:
         page = (tmp_path / words[words.index("--out") + 1]).read_text(encoding="utf-8")
         assert page.startswith("<!DOCTYPE html>")
     else:

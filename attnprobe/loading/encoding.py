@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from attnprobe.errors import InputError, ModelError
@@ -84,25 +83,44 @@ def _batch(
     side = padding_side or getattr(lm.tokenizer, "padding_side", "right")
     if side not in ("left", "right"):
         raise InputError(f"padding_side must be 'left' or 'right', not {side!r}")
+    words = (read(lm.tokenizer, row, one) for row, one in zip(ids, texts, strict=True))
+    return padded(lm, ids, texts, tuple(words), side)
+
+
+def padded(
+    lm: LanguageModel,
+    ids: list[list[int]],
+    texts: tuple[str | None, ...],
+    words: tuple[Words, ...],
+    side: Literal["left", "right"],
+    length: int = 0,
+) -> Batch:
+    """Texts as token ids, filled up on one side to the longest, or to a `length` beyond it.
+
+    Raises:
+        ModelError: a model that takes no token ids.
+        InputError: padding that would shift positions.
+    """
     filler = getattr(lm.tokenizer, "pad_token_id", None) or 0
     names = accepted(lm.model)
     if "input_ids" not in names:
         raise ModelError(
             f"{type(lm.model).__name__} takes no token ids: there is no text to give it"
         )
-    device = device_of(lm.model)
-    rows = [torch.tensor(row, device=device) for row in ids]
-    input_ids = pad_sequence(rows, batch_first=True, padding_value=filler, padding_side=side)
-    marks = [torch.ones_like(row) for row in rows]
-    mask = pad_sequence(marks, batch_first=True, padding_value=0, padding_side=side)  # (B, T)
+    length = max(length, *map(len, ids))
+    input_ids = torch.full((len(ids), length), filler, device=device_of(lm.model))
+    mask = torch.zeros_like(input_ids)  # (B, T)
+    for row, (own_ids, own_mask) in zip(ids, zip(input_ids, mask, strict=True), strict=True):
+        place = slice(len(row)) if side == "right" else slice(length - len(row), None)
+        own_ids[place] = torch.tensor(row)
+        own_mask[place] = 1
     inputs = {"input_ids": input_ids, "attention_mask": mask}
     if not mask[:, 0].all():
         _refuse_positions(lm.model, names)
     if not mask[:, 0].all() and "position_ids" in names:
         # Absolute positions count from a text's first token, not from the padding before it.
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0) + _first_position(lm.model)
-    words = (read(lm.tokenizer, row, one) for row, one in zip(ids, texts, strict=True))
-    return Batch(texts, tuple(words), mask.bool(), inputs)
+    return Batch(texts, words, mask.bool(), inputs)
 
 
 def accepted(model: nn.Module) -> set[str]:

@@ -1,0 +1,1 @@
+"""What heads do over a whole corpus: statistics, gathered while the model runs."""

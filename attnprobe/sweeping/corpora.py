@@ -1,0 +1,291 @@
+"""`sweep`: what every head does over a whole corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import attnprobe
+from attnprobe.errors import AttnprobeError, InputError, ModelError, NonFiniteError
+from attnprobe.models import as_language_model
+from attnprobe.records import LanguageModel, dtype_name, whole
+from attnprobe.sweeping.engines import Progress, by_ray, here, need_ray
+from attnprobe.sweeping.folder import Folder
+from attnprobe.sweeping.measuring import Settings
+from attnprobe.sweeping.results import TABLES, Merged, Sweep, need_pyarrow, parquet, read_sweep
+from attnprobe.sweeping.shards import PASSAGE, SHARD, Shard, shards
+from attnprobe.sweeping.sources import Corpus, Source, source
+from attnprobe.sweeping.texts import STEP
+
+TOKENS = 256
+"""The most tokens of a text, where the model takes as many."""
+
+
+def sweep(
+    lm: object,
+    corpus: Corpus,
+    out: str | os.PathLike[str],
+    *,
+    tokens: int | None = None,
+    batch_size: int = 16,
+    field: str = "text",
+    value: bool = False,
+    pairs: int = 100,
+    verify: int | None = None,
+    engine: Literal["local", "ray"] = "local",
+    workers: int = 1,
+    progress: Callable[[Progress], None] | None = None,
+) -> Sweep:
+    """Gather, over a whole corpus, what `head_stats` says of a text: in a folder of Parquet files.
+
+    Weights exist a tile at a time while the model runs, and are not kept; what is kept are counts,
+    sums and histograms in float64, whose size does not hang on the corpus. A row's own numbers are
+    computed in float32, or in float64 for a model in float64. Killed at any moment, the same call
+    goes on after the last finished shard (some 16,000 tokens), and the result is the same, bit for
+    bit.
+
+    Args:
+        lm: what `load` returns, or a (model, tokenizer) pair; no encoder-decoder.
+        corpus: a `.txt` file (one document), a `.jsonl` file (an object a line) or a `.parquet`
+            file (a row a document), a folder of such; "-" for standard input, or an open file, of
+            one text; a split of `datasets`, or any iterator of texts or of mappings.
+        out: a new or empty folder, or that of the same sweep, to go on with.
+        tokens: the most tokens of a text; 256, or the model's own limit, by default. What is longer
+            is cut into texts of their own, that do not see each other: between words, near the
+            limit, and, every 16,384 characters, before that.
+        batch_size: texts at a time. It moves no number by more than the model's own rounding; on a
+            CPU, where a text is padded alike in any batch, by nothing that was ever seen.
+        field: of JSON objects, Parquet rows and mappings, where the text is.
+        value: gather the masses by value too; costs about a third more.
+        pairs: how many word pairs of each head to keep, the most frequent; 0 for none.
+        verify: check the output of one text in so many, drawn by a checksum of the text, against
+            the formula; the verdicts go into the manifest.
+        engine: "local", in this process; or "ray", by Ray Data, on Ray's cluster or a new local
+            one; the folder must be one that all its machines see.
+        workers: with "ray", how many actors; each holds the model once.
+        progress: called after each batch.
+
+    Returns:
+        What `read_sweep(out)` returns. A document that cannot be read, an empty one, and a text for
+        which the model gives NaN are counted and named in the manifest, and the rest goes on. A
+        layer in which the model does not compute the formula is left out by name.
+
+    Raises:
+        InputError: a corpus that is not there or of another kind; a folder of another sweep, or of
+            another corpus; options out of range; no tokenizer; an encoder-decoder; no pyarrow, or
+            no Ray.
+        ModelError: no layer could be measured.
+        NonFiniteError: NaN or infinity in the model's weights.
+        AttnprobeError: the folder cannot be written to, or the disk is full; what is finished
+            stays.
+    """
+    model = as_language_model(lm)
+    need_pyarrow()
+    settings = _settings(model, tokens, batch_size, value, pairs, verify)
+    if engine not in ("local", "ray"):
+        raise InputError(f"engine must be 'local' or 'ray', got {engine!r}")
+    if whole(workers, "workers") < 1 or (engine == "local" and workers != 1):
+        raise InputError(f"got workers={workers}: one with engine='local', 1 or more with 'ray'")
+    if engine == "ray":
+        need_ray()
+    folder = Folder(Path(out))
+    folder.open()
+    about = _about(model, settings, field)
+    before = _begun(folder, about)
+    with folder.writing():
+        opened = source(corpus, field, folder.spool)
+    follow = _Following(opened, folder, progress)
+    if before is not None and before["complete"]:
+        for _ in follow.shards():
+            pass
+        folder.drop_parts()
+        if follow.sha256 != before["corpus"]["sha256"]:
+            raise InputError(f"{out} holds a finished sweep of another corpus: give another folder")
+        return read_sweep(out)
+    folder.write_manifest(about | {"complete": False, "corpus": {}})
+    run = here if engine == "local" else by_ray
+    run(model, follow.unfinished(), settings, folder, follow.progress, workers)
+    return _finish(folder, about, opened.name, follow)
+
+
+class _Following:
+    """Goes through the corpus, and sums up what has gone by."""
+
+    def __init__(
+        self, opened: Source, folder: Folder, show: Callable[[Progress], None] | None
+    ) -> None:
+        self.opened, self.folder = opened, folder
+        self.progress = Progress(opened.total, show)
+        self.count = 0
+        self._digest = hashlib.sha256()
+
+    @property
+    def sha256(self) -> str:
+        """Of the shards so far."""
+        return self._digest.hexdigest()
+
+    def shards(self) -> Iterator[Shard]:
+        """The corpus, shard by shard."""
+        for shard in shards(self.opened.documents):
+            self._digest.update(shard.sha256.encode())
+            self.count += 1
+            yield shard
+
+    def unfinished(self) -> Iterator[Shard]:
+        """Those that are not finished, in order."""
+        for shard in self.shards():
+            if self.folder.holds(shard):
+                self.progress.skip(shard)
+            else:
+                yield shard
+
+
+def _settings(
+    lm: LanguageModel,
+    tokens: int | None,
+    batch_size: int,
+    value: bool,
+    pairs: int,
+    verify: int | None,
+) -> Settings:
+    config = getattr(lm.model, "config", None)
+    if lm.tokenizer is None:
+        raise InputError("a sweep reads texts: give a (model, tokenizer) pair")
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(
+            f"{type(lm.model).__name__} is an encoder-decoder, which needs a target for each text; "
+            "a sweep is of models that read one text"
+        )
+    most = getattr(config, "max_position_embeddings", None)
+    most = most if isinstance(most, int) and most > 0 else None
+    if tokens is None:
+        tokens = min(TOKENS, most or TOKENS)
+    least = {"tokens": (tokens, 8), "batch_size": (batch_size, 1), "pairs": (pairs, 0)}
+    least |= {} if verify is None else {"verify": (verify, 1)}
+    for name, (number, smallest) in least.items():
+        if whole(number, name) < smallest:
+            raise InputError(f"{name} must be at least {smallest}, got {number}")
+    if most is not None and tokens > most:
+        raise InputError(f"tokens={tokens}, and the model takes at most {most}")
+    for name, weight in lm.model.named_parameters():
+        if not weight.is_meta and not torch.isfinite(weight).all():
+            raise NonFiniteError(f"the model's weight {name} holds NaN or infinity")
+    return Settings(tokens, value, pairs, verify, batch_size)
+
+
+def _about(lm: LanguageModel, settings: Settings, field: str) -> dict[str, Any]:
+    """What the numbers hang on beside the corpus: a run goes on with one that agrees in it."""
+    config = getattr(lm.model, "config", None)
+    weight = next(lm.model.parameters())
+    return {
+        "model": {
+            "name": lm.name,
+            "class": type(lm.model).__name__,
+            "revision": getattr(config, "_commit_hash", None),
+            "dtype": dtype_name(weight.dtype),
+            "kernel": getattr(config, "_attn_implementation", None),
+            "device": weight.device.type,
+            "sha256": _sha256_of_weights(lm),
+        },
+        "tokenizer": {
+            "name": getattr(lm.tokenizer, "name_or_path", ""),
+            "class": type(lm.tokenizer).__name__,
+            "sha256": _sha256_of_tokenizer(lm),
+        },
+        "settings": {
+            "tokens": settings.tokens,
+            "value": settings.value,
+            "pairs": settings.pairs,
+            "verify": settings.every,
+            "field": field,
+            "passage_characters": PASSAGE,
+            "shard_characters": SHARD,
+            "padded_to_a_multiple_of": STEP,
+        },
+        "seeds": {},  # nothing is drawn at random
+        "versions": {
+            "attnprobe": attnprobe.__version__,
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
+            **{name: metadata.version(name) for name in ("numpy", "pandas", "pyarrow")},
+        },
+    }
+
+
+def _sha256_of_weights(lm: LanguageModel) -> str:
+    digest = hashlib.sha256()
+    for name, weight in sorted(lm.model.state_dict().items()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        if not weight.is_meta:
+            plain = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(plain.numpy().data)
+    return digest.hexdigest()
+
+
+def _sha256_of_tokenizer(lm: LanguageModel) -> str:
+    tokenizer = lm.tokenizer
+    assert tokenizer is not None
+    if getattr(tokenizer, "is_fast", False):
+        content = tokenizer.backend_tokenizer.to_str()
+    else:
+        content = repr(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()
+
+
+def _begun(folder: Folder, about: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of a sweep to go on with; None where there is none.
+
+    Raises:
+        InputError: it is of another model, of other settings, or of other versions.
+    """
+    before = folder.manifest()
+    if before is None:
+        return None
+    for part in ("model", "tokenizer", "settings", "versions"):
+        for name, now in about[part].items():
+            was = before.get(part, {}).get(name)
+            if was != now:
+                raise InputError(
+                    f"{folder.path} was begun with another {part}: {name} was {was!r}, and is "
+                    f"{now!r} now. Give the same, or another folder"
+                )
+    return before
+
+
+def _finish(folder: Folder, about: dict[str, Any], name: str, follow: _Following) -> Sweep:
+    """Merge the shards, write tables and manifest, and only then let go of the shards."""
+    numbers = folder.finished()
+    if numbers != list(range(follow.count)):
+        raise AttnprobeError(
+            f"{folder.path} holds {len(numbers)} finished shards, and the corpus has "
+            f"{follow.count}: give the same corpus, or another folder"
+        )
+    merged = Merged(folder)
+    if not merged.tallies:
+        reasons = {f"{layer}: {reason}" for layer, reason in merged.summary["left_out"].items()}
+        if reasons:
+            raise ModelError(f"no layer could be measured: {min(reasons)}")
+        raise InputError(f"the corpus {name} holds no text: {_damage(merged)}")
+    for table in TABLES:
+        with folder.writing():
+            content = parquet(merged.table(table, about["settings"]))
+        folder.write(f"{table}.parquet", content)
+    corpus = {"name": name, "sha256": follow.sha256} | merged.summary["corpus"]
+    folder.write_manifest(about | merged.summary | {"complete": True, "corpus": corpus})
+    folder.drop_parts()
+    return read_sweep(folder.path)
+
+
+def _damage(merged: Merged) -> str:
+    damaged = merged.summary["damaged"]
+    if not damaged["count"]:
+        return "it has no documents"
+    first = damaged["named"][0]
+    return f"{damaged['count']} documents are damaged, {first['name']}: {first['reason']}"

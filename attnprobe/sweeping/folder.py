@@ -1,0 +1,226 @@
+"""The folder that a sweep writes: shards, tables and a manifest, each in full or not at all.
+
+parts/000012/   a shard: sums.safetensors, pairs.parquet, shard.json; gone when all are merged
+manifest.json   what was run on what, and whether it is complete
+*.parquet       the tables
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save
+
+from attnprobe.errors import AttnprobeError, InputError
+from attnprobe.sweeping.measuring import Measured
+from attnprobe.sweeping.shards import Shard
+from attnprobe.sweeping.tallies import Tally
+
+_SPOOL = ".stdin"
+
+
+class Folder:
+    """A sweep's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.parts = path / "parts"
+        self.manifest_file = path / "manifest.json"
+
+    @property
+    def spool(self) -> Path:
+        """Where standard input is kept while it is read."""
+        return self.path / _SPOOL
+
+    def open(self) -> None:
+        """Make the folder, and clear away what a killed sweep left half-written.
+
+        Raises:
+            AttnprobeError: it cannot be made or written to.
+            InputError: it holds other files, and no sweep.
+        """
+        with self.writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            ours = self.manifest_file.exists() or not any(self.path.iterdir())
+            if not ours and {one.name for one in self.path.iterdir()} - {_SPOOL, "parts"}:
+                raise InputError(
+                    f"{self.path} holds other files, and no sweep: give a new or an empty folder"
+                )
+            for left in (*self.path.glob(".*.part"), *self.parts.glob(".*")):
+                if left.is_dir():
+                    shutil.rmtree(left)
+                else:
+                    left.unlink()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Say what is kept where the disk is full, or what cannot be written.
+
+        Raises:
+            AttnprobeError: instead of OSError.
+        """
+        try:
+            yield
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise AttnprobeError(
+                    f"the disk is full: cannot write to {self.path}. {len(self.finished())} shards "
+                    "are finished and readable (read_sweep); make room and run the same again to "
+                    "go on from there"
+                ) from error
+            raise AttnprobeError(f"cannot write to {self.path}: {reason}") from error
+
+    # The manifest
+
+    def manifest(self) -> dict[str, Any] | None:
+        """What the manifest says; None where there is none.
+
+        Raises:
+            InputError: it is damaged.
+        """
+        try:
+            content = json.loads(self.manifest_file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise InputError(f"{self.manifest_file} is damaged: {error}") from None
+        assert isinstance(content, dict)
+        return content
+
+    def write_manifest(self, content: dict[str, Any]) -> None:
+        """Write the manifest.
+
+        Raises:
+            AttnprobeError: it cannot be written.
+        """
+        text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+        self.write(self.manifest_file.name, text.encode())
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file in full or not at all.
+
+        Raises:
+            AttnprobeError: it cannot be written.
+        """
+        beside = self.path / f".{name}.part"
+        with self.writing():
+            try:
+                _write(beside, content)
+                beside.replace(self.path / name)
+                _sync(self.path)
+            finally:
+                beside.unlink(missing_ok=True)
+
+    # Shards
+
+    def finished(self) -> list[int]:
+        """The numbers of the shards that are there, in order."""
+        return sorted(int(one.name) for one in self.parts.glob("[0-9]*"))
+
+    def holds(self, shard: Shard) -> bool:
+        """Whether a shard is finished.
+
+        Raises:
+            InputError: one of its number is, and of other documents.
+        """
+        place = self.place(shard.number)
+        if not place.is_dir():
+            return False
+        if self.notes(shard.number)["sha256"] != shard.sha256:
+            name = shard.passages[0].name if shard.passages else shard.damaged[0][0]
+            raise InputError(
+                f"the corpus is not the one that {self.path} was begun with: it differs at {name}, "
+                "or not far behind. Give the same corpus, or another folder"
+            )
+        return True
+
+    def place(self, number: int) -> Path:
+        """Where a shard is."""
+        return self.parts / f"{number:06}"
+
+    def keep(self, shard: Shard, found: Measured) -> None:
+        """Write what a shard came to; of two that do so at once, one does.
+
+        Raises:
+            AttnprobeError: it cannot be written.
+        """
+        beside = self.parts / f".{shard.number:06}.{os.getpid()}"
+        notes = {
+            "sha256": shard.sha256,
+            "documents": shard.documents,
+            "passages": len(shard.passages),
+            "characters": shard.characters,
+            "texts": found.texts,
+            "tokens": found.tokens,
+            "damaged": shard.damaged + found.damaged,
+            "left_out": found.left_out,
+            "value_left_out": found.value_left_out,
+            "verified": [asdict(one) for one in found.verified],
+        }
+        arrays = {
+            f"{layer}/{one.name}": np.ascontiguousarray(getattr(tally, one.name))
+            for layer, tally in sorted(found.tallies.items())
+            for one in fields(tally)
+        }
+        with self.writing():
+            try:
+                beside.mkdir(parents=True)
+                _write(beside / "sums.safetensors", save(arrays))
+                _write(beside / "shard.json", json.dumps(notes).encode())
+                found.pairs.write(beside / "pairs.parquet")
+                _sync(beside / "pairs.parquet")
+                _sync(beside)
+                if not self.place(shard.number).exists():
+                    beside.rename(self.place(shard.number))
+                _sync(self.parts)
+            finally:
+                shutil.rmtree(beside, ignore_errors=True)
+
+    def notes(self, number: int) -> dict[str, Any]:
+        """What is said of a finished shard."""
+        content = json.loads((self.place(number) / "shard.json").read_text(encoding="utf-8"))
+        assert isinstance(content, dict)
+        return content
+
+    def tallies(self, number: int) -> dict[int, Tally]:
+        """The tallies of a finished shard, by layer."""
+        by_layer: dict[int, dict[str, np.ndarray]] = {}
+        for name, array in load_file(self.place(number) / "sums.safetensors").items():
+            layer, _, which = name.partition("/")
+            by_layer.setdefault(int(layer), {})[which] = array
+        return {layer: Tally(**arrays) for layer, arrays in by_layer.items()}
+
+    def pair_files(self) -> list[Path]:
+        """The word pairs of all finished shards."""
+        return [self.place(number) / "pairs.parquet" for number in self.finished()]
+
+    def drop_parts(self) -> None:
+        """Remove the shards: they are merged."""
+        shutil.rmtree(self.parts, ignore_errors=True)
+        self.spool.unlink(missing_ok=True)
+
+
+def _write(file: Path, content: bytes) -> None:
+    with file.open("wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _sync(path: Path) -> None:
+    """Have a file, or a folder's list of names, on the disk before going on."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

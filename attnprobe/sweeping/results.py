@@ -1,0 +1,301 @@
+"""Shards merged into tables, and `read_sweep`."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from attnprobe.errors import InputError
+from attnprobe.sweeping.folder import Folder
+from attnprobe.sweeping.pairs import most_frequent
+from attnprobe.sweeping.tallies import BINS, Tally, edges, names
+from attnprobe.sweeping.texts import CLASSES
+
+TABLES = ("heads", "histograms", "distances", "classes", "pairs")
+
+QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
+
+NAMED = 500
+"""How many damaged documents the manifest names; all are counted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """What a sweep found: a folder of Parquet files, each read when it is asked for.
+
+    Attributes:
+        path: the folder.
+        manifest: what was run on what: model, revision, tokenizer, dtype, versions, settings, the
+            corpus and its sha256, what was damaged or left out, the verdicts of `verify`, and
+            whether the sweep is complete. Of one that is not, the tables are of what is finished.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @cached_property
+    def heads(self) -> pd.DataFrame:
+        """A row for each layer and head, with the columns of `head_stats`, but `variability`, which
+        needs each text twice: means over all rows of the corpus; and for each, `…_rows`, `…_std`
+        (of the rows, not of their mean), `…_p10`, `…_median` and `…_p90`, the last three from the
+        histograms: right to a bin."""
+        return self._table("heads")
+
+    @cached_property
+    def histograms(self) -> pd.DataFrame:
+        """layer, head, statistic, low, high, count: how many rows there are from low to high."""
+        return self._table("histograms")
+
+    @cached_property
+    def distances(self) -> pd.DataFrame:
+        """layer, head, distance (of the key before the query, in tokens; below 0, after it), weight
+        (the sum of all weights over that distance), cells (how many these are), mean (of them) and
+        share (of all weight)."""
+        return self._table("distances")
+
+    @cached_property
+    def classes(self) -> pd.DataFrame:
+        """layer, head, query_class, key_class, rows (queries of that class), mass (what they give
+        to keys of that class, their mean) and uniform (what uniform weights would give them). The
+        classes are those of `attnprobe.sweeping.texts.CLASSES`."""
+        return self._table("classes")
+
+    @cached_property
+    def pairs(self) -> pd.DataFrame:
+        """layer, head, query, key, count: how often the row of a word's last token was largest at a
+        token of the other word, the most frequent first. Rows that are largest at their text's
+        first token are left out."""
+        return self._table("pairs")
+
+    def _table(self, name: str) -> pd.DataFrame:
+        if self.manifest["complete"]:
+            file = self.path / f"{name}.parquet"
+            if not file.is_file():
+                raise InputError(f"there is no {file}: the sweep was finished, and it is gone")
+            return pd.read_parquet(file)
+        found = Merged(Folder(self.path)).table(name, self.manifest["settings"])
+        assert isinstance(found, pd.DataFrame)
+        return found
+
+    def __repr__(self) -> str:
+        corpus, state = self.manifest["corpus"], "" if self.manifest["complete"] else ", unfinished"
+        return (
+            f"Sweep({self.path}: {self.manifest['model']['name']} over {corpus['documents']} "
+            f"documents, {corpus['tokens']} tokens{state})"
+        )
+
+
+def read_sweep(path: str | os.PathLike[str]) -> Sweep:
+    """Read what `sweep` wrote; of a sweep that was stopped, what is finished.
+
+    Returns:
+        A `Sweep`: `.heads`, `.histograms`, `.distances`, `.classes` and `.pairs` are DataFrames,
+        `.manifest` a dictionary. Each table is a Parquet file in the folder as well, for any other
+        library.
+
+    Raises:
+        InputError: there is no sweep in this folder, or its manifest is damaged; no pyarrow.
+    """
+    need_pyarrow()
+    folder = Folder(Path(path))
+    manifest = folder.manifest()
+    if manifest is None:
+        raise InputError(f"there is no sweep in {path}: no {folder.manifest_file.name}")
+    if not manifest["complete"]:
+        manifest |= Merged(folder).summary
+    return Sweep(folder.path, manifest)
+
+
+def need_pyarrow() -> None:
+    """Refuse to begin what could not be written.
+
+    Raises:
+        InputError: no pyarrow.
+    """
+    if util.find_spec("pyarrow") is None:
+        raise InputError(
+            "a sweep is Parquet, which needs pyarrow: pip install 'attnprobe[parquet]'"
+        )
+
+
+class Merged:
+    """The finished shards of a folder, added up in their order."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self.tallies: dict[int, Tally] = {}
+        self.counts = dict.fromkeys(("documents", "passages", "characters", "texts", "tokens"), 0)
+        self.shards = 0
+        left_out: dict[str, str] = {}
+        value_left_out: dict[str, str] = {}
+        self.verified: list[dict[str, Any]] = []
+        damaged: list[list[str]] = []
+        count = 0
+        for number in folder.finished():
+            notes = folder.notes(number)
+            for name in self.counts:
+                self.counts[name] += notes[name]
+            self.shards += 1
+            left_out |= notes["left_out"]
+            value_left_out |= notes["value_left_out"]
+            self.verified += notes["verified"]
+            count += len(notes["damaged"])
+            damaged += notes["damaged"][: NAMED - len(damaged)]
+            for layer, tally in folder.tallies(number).items():
+                if layer in self.tallies:
+                    self.tallies[layer].add(tally)
+                else:
+                    self.tallies[layer] = tally
+        for left in left_out:
+            self.tallies.pop(int(left), None)
+        self.left_out = left_out
+        self.summary: dict[str, Any] = {
+            "corpus": self.counts | {"shards": self.shards},
+            "damaged": {
+                "count": count,
+                "named": [{"name": name, "reason": reason} for name, reason in damaged],
+            },
+            "left_out": {f"layer {one}": why for one, why in left_out.items()},
+            "value_left_out": {f"layer {one}": why for one, why in value_left_out.items()},
+            "verification": self._verdicts(),
+        }
+
+    def _verdicts(self) -> dict[str, Any]:
+        verdicts = [one["verdict"] for one in self.verified]
+        ratios = [one["ratio"] for one in self.verified if one["ratio"] == one["ratio"]]
+        return {
+            "texts": len(verdicts),
+            **{name: verdicts.count(name) for name in ("verified", "mismatch", "not_checked")},
+            "worst_ratio": max(ratios, default=None),
+            "not_verified": [one for one in self.verified if one["verdict"] != "verified"][:NAMED],
+        }
+
+    def table(self, name: str, settings: dict[str, Any]) -> pd.DataFrame:
+        """One of `TABLES`."""
+        limit = settings["tokens"]
+        if name == "pairs":
+            left_out = {int(layer) for layer in self.left_out}
+            pairs: pd.DataFrame = most_frequent(
+                self.folder.pair_files(), settings["pairs"], left_out
+            ).to_pandas()
+            return pairs
+        parts = [
+            {
+                "heads": lambda layer, tally: _heads(layer, tally, limit, settings["value"]),
+                "histograms": lambda layer, tally: _histograms(layer, tally, limit),
+                "distances": lambda layer, tally: _distances(layer, tally, limit),
+                "classes": lambda layer, tally: _classes(layer, tally),
+            }[name](layer, tally)
+            for layer, tally in sorted(self.tallies.items())
+        ]
+        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
+def parquet(frame: pd.DataFrame) -> bytes:
+    """A table as a Parquet file."""
+    content = io.BytesIO()
+    frame.to_parquet(content, index=False, compression="zstd")
+    return content.getvalue()
+
+
+def _heads(layer: int, tally: Tally, limit: int, by_value: bool) -> pd.DataFrame:
+    heads = len(tally.rows)
+    columns: dict[str, Any] = {
+        "layer": np.full(heads, layer),
+        "head": np.arange(heads),
+        "rows": tally.rows[:, 0],
+    }
+    for at, name in enumerate(names(by_value)):
+        if at >= tally.rows.shape[1]:  # by value, of a layer whose W_O is not known
+            columns[name] = np.full(heads, np.nan)
+            continue
+        rows, bins = tally.rows[:, at], tally.bins[:, at]
+        count = np.where(rows > 0, rows, np.nan)
+        mean = columns[name] = tally.sums[:, at] / count
+        columns[f"{name}_rows"] = rows
+        spread = tally.squares[:, at] / count - mean**2
+        columns[f"{name}_std"] = np.sqrt(np.maximum(spread, 0.0))
+        for label, share in QUANTILES.items():
+            found = [quantile(one, edges(name, limit), share) for one in bins]
+            columns[f"{name}_{label}"] = np.array(found)
+    return pd.DataFrame(columns)
+
+
+def quantile(counts: np.ndarray, bounds: np.ndarray, share: float) -> float:
+    """The value that a share of all rows is below, as if the rows of a bin lay evenly in it; NaN
+    without any."""
+    total = counts.sum()
+    if not total:
+        return float("nan")
+    below = np.concatenate([[0], np.cumsum(counts)])
+    wanted = share * total
+    at = min(int(np.searchsorted(below, wanted, side="left")), len(counts))
+    at = max(at, 1)
+    part = (wanted - below[at - 1]) / (below[at] - below[at - 1])
+    return float(bounds[at - 1] + part * (bounds[at] - bounds[at - 1]))
+
+
+def _histograms(layer: int, tally: Tally, limit: int) -> pd.DataFrame:
+    all_names = names(tally.rows.shape[1] > len(names(False)))
+    low, high = (
+        np.stack([edges(name, limit)[part] for name in all_names])
+        for part in (slice(BINS), slice(1, None))
+    )
+    head, at, number = tally.bins.nonzero()
+    return pd.DataFrame(
+        {
+            "layer": np.full(len(head), layer),
+            "head": head,
+            "statistic": np.array(all_names, object)[at],
+            "low": low[at, number],
+            "high": high[at, number],
+            "count": tally.bins[head, at, number],
+        }
+    )
+
+
+def _distances(layer: int, tally: Tally, limit: int) -> pd.DataFrame:
+    head, place = tally.cells.nonzero()
+    order = np.lexsort((-place, head))
+    head, place = head[order], place[order]
+    weight, cells = tally.distances[head, place], tally.cells[head, place]
+    return pd.DataFrame(
+        {
+            "layer": np.full(len(head), layer),
+            "head": head,
+            "distance": limit - 1 - place,
+            "weight": weight,
+            "cells": cells,
+            "mean": weight / cells,
+            "share": weight / tally.distances.sum(-1)[head],
+        }
+    )
+
+
+def _classes(layer: int, tally: Tally) -> pd.DataFrame:
+    kept: Sequence[np.ndarray] = (
+        (tally.class_rows[:, :, None] > 0) & (tally.class_rows[:, None, :] > 0)
+    ).nonzero()
+    head, query, key = kept
+    rows = tally.class_rows[head, query]
+    labels = np.array(CLASSES, object)
+    return pd.DataFrame(
+        {
+            "layer": np.full(len(head), layer),
+            "head": head,
+            "query_class": labels[query],
+            "key_class": labels[key],
+            "rows": rows,
+            "mass": tally.classes[head, query, key] / rows,
+            "uniform": tally.uniform[head, query, key] / rows,
+        }
+    )
