@@ -61,7 +61,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Noteb
 
 def test_they_are_numbered_without_a_gap():
     assert [name[:3] for name in NAMES] == [f"{at:02}-" for at in range(1, len(NAMES) + 1)]
-    assert len(NAMES) >= 5
+    assert len(NAMES) >= 6
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,6 +90,7 @@ def test_it_runs_and_shows_what_is_kept(name, ran):
         ("03-the-formula-step-by-step.ipynb", 0, 0, 3, ["VERIFIED", "the same but for rounding"]),
         ("04-your-own-model.ipynb", 1, 0, 3, ["VERIFIED", "texts", "off by less than 1e-05"]),
         ("05-what-each-term-does.ipynb", 0, 0, 7, ["loss without M", "no attention: "]),
+        ("06-a-corpus.ipynb", 0, 3, 5, ["documents", "'verified': "]),
     ],
 )
 def test_it_shows_what_it_is_about(name, views, pictures, tables, words, ran):
