@@ -16,7 +16,7 @@ import numpy as np
 
 from attnprobe.sweeping.texts import Text
 
-MERGED = 2**20
+MERGED = 2**18
 """How many rows of the shards' counts to merge at a time: beyond it, a part of the words is."""
 
 _SHIFT = np.int64(32)
