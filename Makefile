@@ -9,8 +9,10 @@ STAMP  := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/attnprobe verify
 
+# Two at a time, with a core each: 2.5 GB of memory each as well.
+WORKERS ?= 2
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 # The essential tests with the oldest versions that pyproject.toml claims, and with the newest there
 # are, in an environment each. PyPI's torch brings its GPU's libraries along: 7 GB each on the disk.
