@@ -109,7 +109,7 @@ class Plan:
 
 FULL = Plan(
     sizes={"layers": 12, "heads": 12, "width": 768, "vocabulary": 50257},
-    texts=((128, 1), (128, 8), (512, 1), (1024, 1), (2048, 1)),
+    texts=((128, 1), (512, 1), (1024, 1), (128, 8), (2048, 1)),  # a run may be cut short
     rounds=7,
     limit=120.0,
     bytes=10 * 2**30,
@@ -277,6 +277,8 @@ def measured(runner: Runner) -> Iterator[dict[str, Any]]:
         "starts": [],
         "growth": [],
     }
+    found["starts"] = starts(runner)
+    found["growth"] = list(growth(runner))
     for tokens, texts in plan.texts:
         found["rows"] += rows(runner, OWN, tokens, texts)
         for peer, installed in found["peers"].items():
@@ -285,11 +287,6 @@ def measured(runner: Runner) -> Iterator[dict[str, Any]]:
                 found["rows"] += rows(runner, PEERS[peer], tokens, texts, python)
         found["machine"]["load_after"] = os.getloadavg()[0]
         yield found
-    found["starts"] = starts(runner)
-    yield found
-    found["growth"] = list(growth(runner))
-    found["machine"]["load_after"] = os.getloadavg()[0]
-    yield found
 
 
 def main(arguments: list[str] | None = None) -> None:
