@@ -443,7 +443,7 @@ def sweep(
         lm = _load(model, revision, dtype, attn, device)
         from attnprobe.sweeping.corpora import sweep
 
-        with sweep_progress() as show:
+        with warnings_as_notes(), sweep_progress() as show:
             found = sweep(
                 lm,
                 corpus,

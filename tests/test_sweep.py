@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import zlib
@@ -388,7 +389,7 @@ def test_another_corpus_model_or_setting_is_refused(
     with pytest.raises(KeyboardInterrupt):
         ap.sweep(lm, [PAGE], out, tokens=64, progress=stopping(9, KeyboardInterrupt()))
     before = files_of(out)
-    with pytest.raises(ap.InputError, match="begun with another settings: tokens was 64"):
+    with pytest.raises(ap.InputError, match="begun with other settings: tokens was 64"):
         ap.sweep(lm, [PAGE], out, tokens=32)
     with pytest.raises(
         ap.InputError, match=r"not the one that .* was begun with: it differs at doc"
@@ -817,3 +818,203 @@ def test_a_layer_whose_mask_is_another_is_left_out(
     assert found.manifest["left_out"].keys() == {"layer 1"}
     assert "mask entries differ" in found.manifest["left_out"]["layer 1"]
     assert set(found.heads["layer"]) == {0}
+
+
+# Damaged folders
+
+
+@pytest.fixture
+def stopped(lm: Any, tmp_path: Path, small_shards: None) -> tuple[Path, dict[str, bytes]]:
+    """A sweep that was stopped with some shards finished, and what it comes to when it is not."""
+    ap.sweep(lm, [PAGE], tmp_path / "whole", tokens=64)
+    with pytest.raises(KeyboardInterrupt):
+        ap.sweep(lm, [PAGE], tmp_path / "out", tokens=64, progress=stopping(5, KeyboardInterrupt()))
+    assert (tmp_path / "out" / "parts" / "000001").is_dir()
+    return tmp_path / "out", files_of(tmp_path / "whole")
+
+
+def overwritten(file: Path) -> None:
+    """Other bytes in the middle, the same length: still a file that can be read."""
+    content = bytearray(file.read_bytes())
+    at = len(content) // 2
+    content[at] ^= 0x40
+    file.write_bytes(content)
+
+
+def emptied(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def broken_off(file: Path) -> None:
+    file.write_bytes(b"{")
+
+
+def swapped(file: Path) -> None:
+    """That of another shard."""
+    file.write_bytes((file.parent.parent / "000000" / file.name).read_bytes())
+
+
+HARM = (overwritten, emptied, broken_off, swapped, Path.unlink)
+
+
+@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize("name", ["sums.safetensors", "pairs.parquet", "shard.json"])
+def test_a_damaged_shard_is_told_computed_again_and_never_merged(
+    name: str, harm: Any, lm: Any, stopped: tuple[Path, dict[str, bytes]]
+) -> None:
+    out, wanted = stopped
+    before = ap.read_sweep(out).manifest["corpus"]
+    harm(out / "parts" / "000001" / name)
+    part = ap.read_sweep(out)
+    assert part.manifest["corpus"]["shards"] == before["shards"] - 1
+    assert part.heads["rows"][0] == part.manifest["corpus"]["tokens"] < before["tokens"]
+    with pytest.warns(UserWarning, match=r"000001 is damaged: .* computed again"):
+        ap.sweep(lm, [PAGE], out, tokens=64)
+    assert files_of(out) == wanted
+
+
+def test_a_number_changed_in_the_notes_of_a_shard_is_damage(
+    stopped: tuple[Path, dict[str, bytes]],
+) -> None:
+    out, _ = stopped
+    file = out / "parts" / "000001" / "shard.json"
+    notes = json.loads(file.read_text())
+    file.write_text(json.dumps(notes | {"tokens": notes["tokens"] + 1}))
+    assert ap.read_sweep(out).manifest["corpus"]["shards"] == len([*out.glob("parts/*")]) - 1
+
+
+def test_a_shard_that_is_a_file_is_damage(
+    lm: Any, stopped: tuple[Path, dict[str, bytes]], tmp_path: Path
+) -> None:
+    out, wanted = stopped
+    (out / "parts" / "000001").rename(tmp_path / "away")
+    (out / "parts" / "000001").write_text("x")
+    with pytest.warns(UserWarning, match="000001 is damaged"):
+        ap.sweep(lm, [PAGE], out, tokens=64)
+    assert files_of(out) == wanted
+
+
+def test_a_shard_that_is_damaged_while_the_sweep_runs_is_not_merged(
+    lm: Any, stopped: tuple[Path, dict[str, bytes]]
+) -> None:
+    out, wanted = stopped
+
+    harmed: list[Path] = []
+
+    def harming(now: Any) -> None:
+        if now.tokens_now and not harmed:
+            harmed.append(out / "parts" / "000000" / "sums.safetensors")
+            overwritten(harmed[0])
+
+    with pytest.raises(ap.AttnprobeError, match=r"1 shards .* were damaged while the sweep ran"):
+        ap.sweep(lm, [PAGE], out, tokens=64, progress=harming)
+    with pytest.warns(UserWarning, match="000000 is damaged"):
+        ap.sweep(lm, [PAGE], out, tokens=64)
+    assert files_of(out) == wanted
+
+
+@pytest.mark.parametrize("harm", [overwritten, emptied, broken_off, Path.unlink])
+@pytest.mark.parametrize("table", ["heads", "histograms", "distances", "classes", "pairs"])
+def test_a_damaged_table_is_refused_and_not_taken_for_finished(
+    table: str, harm: Any, lm: Any, plain: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(plain.path, out)
+    harm(out / f"{table}.parquet")
+    before = files_of(out)
+    message = rf"{table}\.parquet.* (damaged|gone).* Delete the folder and run the sweep again"
+    found = ap.read_sweep(out)
+    with pytest.raises(ap.InputError, match=message):
+        getattr(found, table)
+    with pytest.raises(ap.InputError, match=message):
+        ap.sweep(lm, TEXTS, out)
+    assert files_of(out) == before
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_a_damaged_table_is_merged_again_where_the_shards_are_still_there(
+    lm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:  # killed between the manifest and the end
+        patched.setattr(folder.Folder, "drop_parts", lambda self: None)
+        ap.sweep(lm, [PAGE], tmp_path / "out", tokens=64)
+    wanted = {k: v for k, v in files_of(tmp_path / "out").items() if not k.startswith("parts")}
+    overwritten(tmp_path / "out" / "heads.parquet")
+    ap.sweep(lm, [PAGE], tmp_path / "out", tokens=64)
+    assert files_of(tmp_path / "out") == wanted
+
+
+BEGUN: dict[str, Any] = {
+    "complete": False,
+    "model": {"name": "x", "dtype": "float32"},
+    "settings": {"tokens": 8, "value": False, "pairs": 1, "verify": None},
+    "corpus": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "it has no complete"),
+        ("[]", r"expected an object, and it is \[\]"),
+        ("5", "expected an object, and it is 5"),
+        ("null", "expected an object, and it is None"),
+        ("[" * 100_000, "recursion"),
+        ("\xff", "invalid start byte"),
+        ('{"complete": true, "model": 5}', "and model is 5"),
+        (json.dumps(BEGUN | {"complete": 1}), "complete is 1"),
+        (json.dumps(BEGUN | {"model": {"dtype": "x"}}), r"it has no model\.name"),
+        (json.dumps(BEGUN | {"settings": BEGUN["settings"] | {"pairs": True}}), "pairs is True"),
+        (json.dumps(BEGUN | {"complete": True}), r"it has no corpus\.sha256"),
+    ],
+)
+def test_a_damaged_manifest_is_refused(content: str, message: str, lm: Any, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_bytes(content.encode("latin-1"))
+    wanted = rf"manifest\.json is damaged: .*{message}.*\. Delete the folder"
+    with pytest.raises(ap.InputError, match=wanted):
+        ap.read_sweep(tmp_path)
+    with pytest.raises(ap.InputError, match=wanted):
+        ap.sweep(lm, TEXTS, tmp_path)
+    assert [*files_of(tmp_path)] == ["manifest.json"]
+
+
+def test_a_manifest_with_what_is_looked_up_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps(BEGUN))
+    assert ap.read_sweep(tmp_path).manifest["corpus"]["documents"] == 0
+
+
+@pytest.mark.parametrize("path", [None, "", 5, b"out", "a\0b", ["out"]])
+def test_what_is_no_path_is_refused(path: Any, lm: Any) -> None:
+    with pytest.raises(ap.InputError, match="expected the path of a sweep's folder, got"):
+        ap.read_sweep(path)
+    with pytest.raises(ap.InputError, match="expected the path of a sweep's folder, got"):
+        ap.sweep(lm, TEXTS, path)
+
+
+def test_a_file_is_no_sweep(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x")
+    with pytest.raises(ap.InputError, match=r"no sweep in .*: expected a folder, got a file"):
+        ap.read_sweep(tmp_path / "a")
+
+
+@pytest.mark.parametrize("corpus", ["nowhere.txt", 7, [], ["", " "], io.BytesIO(b"  ")])
+@pytest.mark.parametrize("out", ["out", "deep/er/out", "there"])
+def test_a_refused_sweep_leaves_nothing_behind(
+    corpus: Any, out: str, lm: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ap.InputError):
+        ap.sweep(lm, corpus, tmp_path / out)
+    assert [*tmp_path.rglob("*")] == [tmp_path / "there"]
+
+
+def test_shards_without_a_manifest_are_not_gone_on_with(
+    lm: Any, stopped: tuple[Path, dict[str, bytes]]
+) -> None:
+    """Nothing tells of which model they are."""
+    out, _ = stopped
+    (out / "manifest.json").unlink()
+    before = files_of(out)
+    with pytest.raises(ap.InputError, match="holds other files, and no sweep"):
+        ap.sweep(lm, [PAGE], out, tokens=64)
+    assert files_of(out) == before

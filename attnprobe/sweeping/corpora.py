@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 from collections.abc import Callable, Iterator
-from importlib import metadata
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-import attnprobe
 from attnprobe.errors import AttnprobeError, InputError, ModelError, NonFiniteError
 from attnprobe.models import as_language_model
-from attnprobe.records import LanguageModel, dtype_name, whole
+from attnprobe.records import LanguageModel, whole
 from attnprobe.sweeping.engines import Progress, by_ray, here, need_ray
 from attnprobe.sweeping.folder import Folder
+from attnprobe.sweeping.identity import about_of, begun
 from attnprobe.sweeping.measuring import Settings
 from attnprobe.sweeping.results import TABLES, Merged, Sweep, need_pyarrow, parquet, read_sweep
-from attnprobe.sweeping.shards import PASSAGE, SHARD, Shard, shards
+from attnprobe.sweeping.shards import Shard, shards
+from attnprobe.sweeping.soundness import checked, folder_of, sha256_of
 from attnprobe.sweeping.sources import Corpus, Source, source
-from attnprobe.sweeping.texts import STEP
 
 TOKENS = 256
 """The most tokens of a text, where the model takes as many."""
@@ -44,6 +41,9 @@ def sweep(
     progress: Callable[[Progress], None] | None = None,
 ) -> Sweep:
     """Gather, over a whole corpus, what `head_stats` says of a text: in a folder of Parquet files.
+
+    Each shard is written with its sha256: one that was damaged since is computed again, with a
+    warning, and never merged.
 
     Weights exist a tile at a time while the model runs, and are not kept; what is kept are counts,
     sums and histograms in float64, whose size does not hang on the corpus. A row's own numbers are
@@ -79,14 +79,16 @@ def sweep(
 
     Raises:
         InputError: a corpus that is not there or of another kind; a folder of another sweep, or of
-            another corpus; options out of range; no tokenizer; an encoder-decoder; no pyarrow, or
-            no Ray.
+            another corpus; a finished sweep of which a table is damaged; options out of range; no
+            tokenizer; an encoder-decoder; no pyarrow, or no Ray. Nothing that this call wrote is
+            left.
         ModelError: no layer could be measured.
         NonFiniteError: NaN or infinity in the model's weights.
         AttnprobeError: the folder cannot be written to, or the disk is full; what is finished
             stays.
     """
     model = as_language_model(lm)
+    folder = Folder(folder_of(out))
     need_pyarrow()
     settings = _settings(model, tokens, batch_size, value, pairs, verify)
     if engine not in ("local", "ray"):
@@ -95,24 +97,23 @@ def sweep(
         raise InputError(f"got workers={workers}: one with engine='local', 1 or more with 'ray'")
     if engine == "ray":
         need_ray()
-    folder = Folder(Path(out))
     folder.open()
-    about = _about(model, settings, field)
-    before = _begun(folder, about)
-    with folder.writing():
-        opened = source(corpus, field, folder.spool)
-    follow = _Following(opened, folder, progress)
-    if before is not None and before["complete"]:
-        for _ in follow.shards():
-            pass
-        folder.drop_parts()
-        if follow.sha256 != before["corpus"]["sha256"]:
-            raise InputError(f"{out} holds a finished sweep of another corpus: give another folder")
-        return read_sweep(out)
-    folder.write_manifest(about | {"complete": False, "corpus": {}})
-    run = here if engine == "local" else by_ray
-    run(model, follow.unfinished(), settings, folder, follow.progress, workers)
-    return _finish(folder, about, opened.name, follow)
+    about = about_of(model, settings, field)
+    try:
+        before = begun(folder, about)
+        with folder.writing():
+            opened = source(corpus, field, folder.spool)
+        follow = _Following(opened, folder, progress)
+        if before is not None and before["complete"]:
+            return _finished(folder, before, follow)
+        folder.write_manifest(about | {"complete": False, "corpus": {}})
+        run = here if engine == "local" else by_ray
+        run(model, follow.unfinished(), settings, folder, follow.progress, workers)
+        return _finish(folder, about, opened.name, follow)
+    except InputError:
+        if not folder.present():  # what is finished stays
+            folder.undo()
+        raise
 
 
 class _Following:
@@ -180,105 +181,61 @@ def _settings(
     return Settings(tokens, value, pairs, verify, batch_size)
 
 
-def _about(lm: LanguageModel, settings: Settings, field: str) -> dict[str, Any]:
-    """What the numbers hang on beside the corpus: a run goes on with one that agrees in it."""
-    config = getattr(lm.model, "config", None)
-    weight = next(lm.model.parameters())
-    return {
-        "model": {
-            "name": lm.name,
-            "class": type(lm.model).__name__,
-            "revision": getattr(config, "_commit_hash", None),
-            "dtype": dtype_name(weight.dtype),
-            "kernel": getattr(config, "_attn_implementation", None),
-            "device": weight.device.type,
-            "sha256": _sha256_of_weights(lm),
-        },
-        "tokenizer": {
-            "name": getattr(lm.tokenizer, "name_or_path", ""),
-            "class": type(lm.tokenizer).__name__,
-            "sha256": _sha256_of_tokenizer(lm),
-        },
-        "settings": {
-            "tokens": settings.tokens,
-            "value": settings.value,
-            "pairs": settings.pairs,
-            "verify": settings.every,
-            "field": field,
-            "passage_characters": PASSAGE,
-            "shard_characters": SHARD,
-            "padded_to_a_multiple_of": STEP,
-        },
-        "seeds": {},  # nothing is drawn at random
-        "versions": {
-            "attnprobe": attnprobe.__version__,
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
-            **{name: metadata.version(name) for name in ("numpy", "pandas", "pyarrow")},
-        },
-    }
-
-
-def _sha256_of_weights(lm: LanguageModel) -> str:
-    digest = hashlib.sha256()
-    for name, weight in sorted(lm.model.state_dict().items()):
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        if not weight.is_meta:
-            plain = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(plain.numpy().data)
-    return digest.hexdigest()
-
-
-def _sha256_of_tokenizer(lm: LanguageModel) -> str:
-    tokenizer = lm.tokenizer
-    assert tokenizer is not None
-    if getattr(tokenizer, "is_fast", False):
-        content = tokenizer.backend_tokenizer.to_str()
-    else:
-        content = repr(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()
-
-
-def _begun(folder: Folder, about: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest of a sweep to go on with; None where there is none.
+def _finished(folder: Folder, before: dict[str, Any], follow: _Following) -> Sweep:
+    """A sweep that was finished before: its tables as they are, or, where one of them is damaged
+    and the shards are still there, merged again.
 
     Raises:
-        InputError: it is of another model, of other settings, or of other versions.
+        InputError: it is of another corpus; a table is damaged or gone, and the shards are gone.
     """
-    before = folder.manifest()
-    if before is None:
-        return None
-    for part in ("model", "tokenizer", "settings", "versions"):
-        for name, now in about[part].items():
-            was = before.get(part, {}).get(name)
-            if was != now:
-                raise InputError(
-                    f"{folder.path} was begun with another {part}: {name} was {was!r}, and is "
-                    f"{now!r} now. Give the same, or another folder"
-                )
-    return before
+    for _ in follow.shards():
+        pass
+    if follow.sha256 != before["corpus"]["sha256"]:
+        folder.spool.unlink(missing_ok=True)
+        raise InputError(
+            f"{folder.path} holds a finished sweep of another corpus: give another folder"
+        )
+    try:
+        for table in TABLES:
+            checked(folder.path / f"{table}.parquet", before["tables"].get(table))
+    except InputError:
+        if folder.finished() != list(range(follow.count)):
+            folder.spool.unlink(missing_ok=True)
+            raise
+        return _finish(folder, before, before["corpus"]["name"], follow)
+    folder.drop_parts()
+    return read_sweep(folder.path)
 
 
 def _finish(folder: Folder, about: dict[str, Any], name: str, follow: _Following) -> Sweep:
     """Merge the shards, write tables and manifest, and only then let go of the shards."""
-    numbers = folder.finished()
+    numbers = folder.present()
     if numbers != list(range(follow.count)):
         raise AttnprobeError(
             f"{folder.path} holds {len(numbers)} finished shards, and the corpus has "
             f"{follow.count}: give the same corpus, or another folder"
         )
     merged = Merged(folder)
+    if merged.numbers != numbers:
+        raise AttnprobeError(
+            f"{len(numbers) - len(merged.numbers)} shards in {folder.parts} were damaged while the "
+            "sweep ran: run the same again to compute them again"
+        )
     if not merged.tallies:
+        folder.undo()
         reasons = {f"{layer}: {reason}" for layer, reason in merged.summary["left_out"].items()}
         if reasons:
             raise ModelError(f"no layer could be measured: {min(reasons)}")
         raise InputError(f"the corpus {name} holds no text: {_damage(merged)}")
+    tables = {}
     for table in TABLES:
         with folder.writing():
             content = parquet(merged.table(table, about["settings"]))
         folder.write(f"{table}.parquet", content)
+        tables[table] = sha256_of(content)
     corpus = {"name": name, "sha256": follow.sha256} | merged.summary["corpus"]
-    folder.write_manifest(about | merged.summary | {"complete": True, "corpus": corpus})
+    found = {"complete": True, "corpus": corpus, "tables": tables}
+    folder.write_manifest(about | merged.summary | found)
     folder.drop_parts()
     return read_sweep(folder.path)
 

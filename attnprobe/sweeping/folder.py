@@ -1,7 +1,8 @@
 """The folder that a sweep writes: shards, tables and a manifest, each in full or not at all.
 
-parts/000012/   a shard: sums.safetensors, pairs.parquet, shard.json; gone when all are merged
-manifest.json   what was run on what, and whether it is complete
+parts/000012/   a shard: sums.safetensors, pairs.parquet, and shard.json with the sha256 of each
+                and of itself; gone when all are merged
+manifest.json   what was run on what, whether it is complete, and the sha256 of each table
 *.parquet       the tables
 """
 
@@ -11,8 +12,9 @@ import errno
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,11 @@ from safetensors.numpy import load_file, save
 from attnprobe.errors import AttnprobeError, InputError
 from attnprobe.sweeping.measuring import Measured
 from attnprobe.sweeping.shards import Shard
+from attnprobe.sweeping.soundness import NOTES, parsed, sealed, sha256_of, unsealed
 from attnprobe.sweeping.tallies import Tally
 
 _SPOOL = ".stdin"
+_SUMS, _PAIRS = "sums.safetensors", "pairs.parquet"
 
 
 class Folder:
@@ -35,6 +39,7 @@ class Folder:
         self.path = path
         self.parts = path / "parts"
         self.manifest_file = path / "manifest.json"
+        self._made: list[Path] | None = None
 
     @property
     def spool(self) -> Path:
@@ -49,17 +54,29 @@ class Folder:
             InputError: it holds other files, and no sweep.
         """
         with self.writing():
+            missing = [one for one in (self.path, *self.path.parents) if not one.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
-            ours = self.manifest_file.exists() or not any(self.path.iterdir())
-            if not ours and {one.name for one in self.path.iterdir()} - {_SPOOL, "parts"}:
-                raise InputError(
-                    f"{self.path} holds other files, and no sweep: give a new or an empty folder"
-                )
+            if not self.manifest_file.exists():
+                if {one.name for one in self.path.iterdir()} - {_SPOOL, ".manifest.json.part"}:
+                    raise InputError(
+                        f"{self.path} holds other files, and no sweep: give a new or an empty "
+                        "folder"
+                    )
+                self._made = missing
             for left in (*self.path.glob(".*.part"), *self.parts.glob(".*")):
-                if left.is_dir():
-                    shutil.rmtree(left)
-                else:
-                    left.unlink()
+                _remove(left)
+
+    def undo(self) -> None:
+        """Remove what was made since `open`, of a sweep that is refused; not one begun before."""
+        if self._made is None:
+            return
+        shutil.rmtree(self.parts, ignore_errors=True)
+        for file in (self.spool, self.manifest_file):
+            file.unlink(missing_ok=True)
+        for made in self._made:
+            with suppress(OSError):  # another has put something there
+                made.rmdir()
+        self._made = None
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -89,13 +106,9 @@ class Folder:
             InputError: it is damaged.
         """
         try:
-            content = json.loads(self.manifest_file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+            return parsed(self.manifest_file)
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except ValueError as error:
-            raise InputError(f"{self.manifest_file} is damaged: {error}") from None
-        assert isinstance(content, dict)
-        return content
 
     def write_manifest(self, content: dict[str, Any]) -> None:
         """Write the manifest.
@@ -124,19 +137,33 @@ class Folder:
     # Shards
 
     def finished(self) -> list[int]:
-        """The numbers of the shards that are there, in order."""
-        return sorted(int(one.name) for one in self.parts.glob("[0-9]*"))
+        """The numbers of the shards that are there and whole, in order."""
+        return [one for one in self.present() if unsealed(self.place(one)) is not None]
+
+    def present(self) -> list[int]:
+        """The numbers of the shards that are there, whole or damaged, in order."""
+        return sorted(int(one.name) for one in self.parts.glob("*") if one.name.isdecimal())
 
     def holds(self, shard: Shard) -> bool:
-        """Whether a shard is finished.
+        """Whether a shard is finished. One that is damaged is not: it is told, and removed.
 
         Raises:
             InputError: one of its number is, and of other documents.
         """
         place = self.place(shard.number)
-        if not place.is_dir():
+        if not place.exists():
             return False
-        if self.notes(shard.number)["sha256"] != shard.sha256:
+        notes = unsealed(place)
+        if notes is None:
+            warnings.warn(
+                f"{place} is damaged: its files are not those that were written; it is computed "
+                "again",
+                stacklevel=2,
+            )
+            with self.writing():
+                _remove(place)
+            return False
+        if notes["sha256"] != shard.sha256:
             name = shard.passages[0].name if shard.passages else shard.damaged[0][0]
             raise InputError(
                 f"the corpus is not the one that {self.path} was begun with: it differs at {name}, "
@@ -175,10 +202,12 @@ class Folder:
         with self.writing():
             try:
                 beside.mkdir(parents=True)
-                _write(beside / "sums.safetensors", save(arrays))
-                _write(beside / "shard.json", json.dumps(notes).encode())
-                found.pairs.write(beside / "pairs.parquet")
-                _sync(beside / "pairs.parquet")
+                sums = save(arrays)
+                _write(beside / _SUMS, sums)
+                found.pairs.write(beside / _PAIRS)
+                _sync(beside / _PAIRS)
+                files = {_SUMS: sha256_of(sums), _PAIRS: sha256_of((beside / _PAIRS).read_bytes())}
+                _write(beside / NOTES, sealed(notes, files))
                 _sync(beside)
                 if not self.place(shard.number).exists():
                     beside.rename(self.place(shard.number))
@@ -187,27 +216,41 @@ class Folder:
                 shutil.rmtree(beside, ignore_errors=True)
 
     def notes(self, number: int) -> dict[str, Any]:
-        """What is said of a finished shard."""
-        content = json.loads((self.place(number) / "shard.json").read_text(encoding="utf-8"))
-        assert isinstance(content, dict)
-        return content
+        """What is said of a finished shard.
+
+        Raises:
+            AttnprobeError: it has been damaged since.
+        """
+        found = unsealed(self.place(number))
+        if found is None:
+            raise AttnprobeError(
+                f"{self.place(number)} is damaged: run the same sweep again to compute it again"
+            )
+        return found
 
     def tallies(self, number: int) -> dict[int, Tally]:
         """The tallies of a finished shard, by layer."""
         by_layer: dict[int, dict[str, np.ndarray]] = {}
-        for name, array in load_file(self.place(number) / "sums.safetensors").items():
+        for name, array in load_file(self.place(number) / _SUMS).items():
             layer, _, which = name.partition("/")
             by_layer.setdefault(int(layer), {})[which] = array
         return {layer: Tally(**arrays) for layer, arrays in by_layer.items()}
 
-    def pair_files(self) -> list[Path]:
-        """The word pairs of all finished shards."""
-        return [self.place(number) / "pairs.parquet" for number in self.finished()]
+    def pair_files(self, numbers: list[int]) -> list[Path]:
+        """The word pairs of some finished shards."""
+        return [self.place(number) / _PAIRS for number in numbers]
 
     def drop_parts(self) -> None:
         """Remove the shards: they are merged."""
         shutil.rmtree(self.parts, ignore_errors=True)
         self.spool.unlink(missing_ok=True)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _write(file: Path, content: bytes) -> None:

@@ -17,6 +17,7 @@ import pandas as pd
 from attnprobe.errors import InputError
 from attnprobe.sweeping.folder import Folder
 from attnprobe.sweeping.pairs import most_frequent
+from attnprobe.sweeping.soundness import checked, folder_of
 from attnprobe.sweeping.tallies import BINS, Tally, edges, names
 from attnprobe.sweeping.texts import CLASSES
 
@@ -79,9 +80,7 @@ class Sweep:
     def _table(self, name: str) -> pd.DataFrame:
         if self.manifest["complete"]:
             file = self.path / f"{name}.parquet"
-            if not file.is_file():
-                raise InputError(f"there is no {file}: the sweep was finished, and it is gone")
-            return pd.read_parquet(file)
+            return pd.read_parquet(io.BytesIO(checked(file, self.manifest["tables"].get(name))))
         found = Merged(Folder(self.path)).table(name, self.manifest["settings"])
         assert isinstance(found, pd.DataFrame)
         return found
@@ -103,13 +102,16 @@ def read_sweep(path: str | os.PathLike[str]) -> Sweep:
         library.
 
     Raises:
-        InputError: there is no sweep in this folder, or its manifest is damaged; no pyarrow.
+        InputError: not a path, or no sweep there; its manifest is damaged; no pyarrow. A table that
+            is gone, or has not the sha256 that the manifest says, is refused when it is asked for.
+            Of a sweep that was stopped, a damaged shard counts as not finished.
     """
     need_pyarrow()
-    folder = Folder(Path(path))
+    folder = Folder(folder_of(path))
     manifest = folder.manifest()
     if manifest is None:
-        raise InputError(f"there is no sweep in {path}: no {folder.manifest_file.name}")
+        what = "expected a folder, got a file" if folder.path.is_file() else "no manifest.json"
+        raise InputError(f"there is no sweep in {path}: {what}. Give the folder that sweep wrote")
     if not manifest["complete"]:
         manifest |= Merged(folder).summary
     return Sweep(folder.path, manifest)
@@ -134,17 +136,16 @@ class Merged:
         self.folder = folder
         self.tallies: dict[int, Tally] = {}
         self.counts = dict.fromkeys(("documents", "passages", "characters", "texts", "tokens"), 0)
-        self.shards = 0
         left_out: dict[str, str] = {}
         value_left_out: dict[str, str] = {}
         self.verified: list[dict[str, Any]] = []
         damaged: list[list[str]] = []
         count = 0
-        for number in folder.finished():
+        self.numbers = folder.finished()
+        for number in self.numbers:
             notes = folder.notes(number)
             for name in self.counts:
                 self.counts[name] += notes[name]
-            self.shards += 1
             left_out |= notes["left_out"]
             value_left_out |= notes["value_left_out"]
             self.verified += notes["verified"]
@@ -159,7 +160,7 @@ class Merged:
             self.tallies.pop(int(left), None)
         self.left_out = left_out
         self.summary: dict[str, Any] = {
-            "corpus": self.counts | {"shards": self.shards},
+            "corpus": self.counts | {"shards": len(self.numbers)},
             "damaged": {
                 "count": count,
                 "named": [{"name": name, "reason": reason} for name, reason in damaged],
@@ -185,7 +186,7 @@ class Merged:
         if name == "pairs":
             left_out = {int(layer) for layer in self.left_out}
             pairs: pd.DataFrame = most_frequent(
-                self.folder.pair_files(), settings["pairs"], left_out
+                self.folder.pair_files(self.numbers), settings["pairs"], left_out
             ).to_pandas()
             return pairs
         parts = [
