@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-from attnprobe.errors import ModelError
+from attnprobe.errors import InputError, ModelError
 from attnprobe.memory import need
 from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, Calls, UnseenAttention
@@ -76,6 +76,21 @@ def probe(lm: object) -> Iterator[Calls]:
 def replacing(model: nn.Module) -> bool:
     """Whether this thread runs the model with something in place of its kernels: see `replaced`."""
     return any(one.replaces and one.model is model and one.here for one in _interceptions)
+
+
+def refuse_replaced(model: nn.Module, what: str) -> None:
+    """Refuse what computes weights by the formula as it is, from a model that runs with another.
+
+    Raises:
+        InputError: an edit is open on the model, on a part of it or on a model that it is part of,
+            in this thread.
+    """
+    parts = set(model.modules())
+    if any(one.replaces and one.here and parts & {*one.model.modules()} for one in _interceptions):
+        raise InputError(
+            f"an edit is open on this model, and {what} computes weights by the unchanged formula: "
+            "call it outside of the edit"
+        )
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnprobe.capturing import capture
 from attnprobe.errors import InputError
+from attnprobe.hooks import refuse_replaced
 from attnprobe.models import as_language_model
 from attnprobe.recompute import Attention
 from attnprobe.records import Capture, LanguageModel, seeded, whole
@@ -66,7 +67,7 @@ def head_roles(
     Raises:
         InputError: a model that is not causal, or an encoder-decoder; too few different tokens in
             its vocabulary; a text longer than its positions; an option out of its range; layers
-            whose weights would not be the model's own.
+            whose weights would not be the model's own; an edit that is open on the model.
         ModelError, NonFiniteError: as `capture`.
     """
     given = as_language_model(lm)
@@ -75,6 +76,7 @@ def head_roles(
         raise InputError(f"expected tokens ≥ 2 and texts ≥ 1, got {count} and {number}")
     if isinstance(threshold, bool) or not isinstance(threshold, int | float):
         raise InputError(f"expected a number for threshold, got {threshold!r}")
+    refuse_replaced(given.model, "head_roles")
     start = _first(given, first)
     ids = _repeated(_vocabulary(given), count, number, seed, start)
     cap = capture(given, ids)

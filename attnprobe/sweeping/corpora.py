@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from attnprobe.errors import AttnprobeError, InputError, ModelError, NonFiniteError
+from attnprobe.hooks import refuse_replaced
 from attnprobe.models import as_language_model
 from attnprobe.records import LanguageModel, whole
 from attnprobe.sweeping.engines import Progress, by_ray, here, need_ray
@@ -80,8 +81,8 @@ def sweep(
     Raises:
         InputError: a corpus that is not there or of another kind; a folder of another sweep, or of
             another corpus; a finished sweep of which a table is damaged; options out of range; no
-            tokenizer; an encoder-decoder; no pyarrow, or no Ray. Nothing that this call wrote is
-            left.
+            tokenizer; an encoder-decoder; an edit that is open on the model; no pyarrow, or no Ray.
+            Nothing that this call wrote is left.
         ModelError: no layer could be measured.
         NonFiniteError: NaN or infinity in the model's weights.
         AttnprobeError: the folder cannot be written to, or the disk is full; what is finished
@@ -90,6 +91,7 @@ def sweep(
     model = as_language_model(lm)
     folder = Folder(folder_of(out))
     need_pyarrow()
+    refuse_replaced(model.model, "sweep")
     settings = _settings(model, tokens, batch_size, value, pairs, verify)
     if engine not in ("local", "ray"):
         raise InputError(f"engine must be 'local' or 'ray', got {engine!r}")
