@@ -89,6 +89,9 @@ def head_stats(
     Kuribayashi, Yokoi & Inui's (2020, *Attention is Not Only a Weight*), scaled in each row to sum
     to 1.
 
+    Of a capture made inside of `edit`, queries, keys and values are as changed, and these weights
+    are computed from them by the unchanged formula.
+
     Args:
         cap: what `capture` returned.
         layer: from 0; one, several, or None for all.

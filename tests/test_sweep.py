@@ -273,6 +273,8 @@ def test_quantiles_lie_evenly_in_their_bins() -> None:
     assert quantile(counts, bounds, 0.75) == pytest.approx(4.5)
     assert quantile(counts, bounds, 1.0) == pytest.approx(5.0)
     assert math.isnan(quantile(counts * 0, bounds, 0.5))
+    low = np.array([7, *[0] * (BINS - 1)])  # all of them may be 1e-7
+    assert quantile(low, edges("first", 256), 0.5) == pytest.approx(0.005)
 
 
 # Texts

@@ -49,8 +49,8 @@ def sweep(
     Weights exist a tile at a time while the model runs, and are not kept; what is kept are counts,
     sums and histograms in float64, whose size does not hang on the corpus. A row's own numbers are
     computed in float32, or in float64 for a model in float64. Killed at any moment, the same call
-    goes on after the last finished shard (some 16,000 tokens), and the result is the same, bit for
-    bit.
+    goes on after the last finished shard (some 16,000 tokens), and with the same batch_size the
+    result is the same, bit for bit.
 
     Args:
         lm: what `load` returns, or a (model, tokenizer) pair; no encoder-decoder.
@@ -61,22 +61,28 @@ def sweep(
         tokens: the most tokens of a text; 256, or the model's own limit, by default. What is longer
             is cut into texts of their own, that do not see each other: between words, near the
             limit, and, every 16,384 characters, before that.
-        batch_size: texts at a time. It moves no number by more than the model's own rounding; on a
-            CPU, where a text is padded alike in any batch, by nothing that was ever seen.
+        batch_size: texts at a time. It moves no count, and no mean by more than about 1e-13, by the
+            order of the sums; beyond that by what a kernel may round in another way in another
+            batch, which on a CPU, where a text is padded alike in any, was never seen. It may be
+            another one when a sweep goes on.
         field: of JSON objects, Parquet rows and mappings, where the text is.
         value: gather the masses by value too; costs about a third more.
-        pairs: how many word pairs of each head to keep, the most frequent; 0 for none.
+        pairs: how many word pairs of each head to keep, the most frequent; 0 for none. Of each word
+            with letters or digits the row of its last token counts, with the token of the largest
+            weight in it; rows that are largest at the text's first token are left out.
         verify: check the output of one text in so many, drawn by a checksum of the text, against
             the formula; the verdicts go into the manifest.
         engine: "local", in this process; or "ray", by Ray Data, on Ray's cluster or a new local
             one; the folder must be one that all its machines see.
-        workers: with "ray", how many actors; each holds the model once.
+        workers: with "ray", how many actors; each holds the model once. They change nothing, bit
+            for bit.
         progress: called after each batch.
 
     Returns:
-        What `read_sweep(out)` returns. A document that cannot be read, an empty one, and a text for
-        which the model gives NaN are counted and named in the manifest, and the rest goes on. A
-        layer in which the model does not compute the formula is left out by name.
+        What `read_sweep(out)` returns; its quantiles are right to a bin (see `Sweep.heads`). A
+        document that cannot be read, an empty one, and a text for which the model gives NaN are
+        counted and named in the manifest, and the rest goes on. A layer in which the model does not
+        compute the formula is left out by name.
 
     Raises:
         InputError: a corpus that is not there or of another kind; a folder of another sweep, or of
