@@ -47,7 +47,7 @@ from attnprobe.command.options import (
     Target,
     Text,
 )
-from attnprobe.command.sweeps import Engine, every_of, sweep_progress, sweep_text
+from attnprobe.command.sweeps import Engine, every_of, going_on, sweep_progress, sweep_text
 from attnprobe.command.targets import (
     PAGE,
     PICTURES,
@@ -443,7 +443,7 @@ def sweep(
         lm = _load(model, revision, dtype, attn, device)
         from attnprobe.sweeping.corpora import sweep
 
-        with warnings_as_notes(), sweep_progress() as show:
+        with warnings_as_notes(), going_on(out), sweep_progress() as show:
             found = sweep(
                 lm,
                 corpus,

@@ -37,6 +37,11 @@ def several(given: object) -> TypeGuard[Iterable[Any]]:
     return isinstance(given, Iterable) and getattr(given, "ndim", 1) != 0
 
 
+def counted(number: int, what: str) -> str:
+    """1 text, 2 texts."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """float32, bfloat16, …"""
     return str(dtype).removeprefix("torch.")

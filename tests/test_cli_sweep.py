@@ -133,6 +133,7 @@ def test_killed_it_goes_on_with_the_same_command(
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == code
     assert "Traceback" not in stderr
+    assert ("the same command goes on from there" in stderr) == (how is signal.SIGINT)
     assert ap.read_sweep(out).manifest["complete"] is False
     assert run(*command).exit_code == 0
     assert files_of(out) == whole

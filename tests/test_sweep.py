@@ -369,6 +369,17 @@ def test_after_a_crash_it_goes_on_and_the_result_is_the_same_bit_for_bit(
 
 
 @pytest.mark.usefixtures("small_shards")
+def test_how_far_a_sweep_is_stands_in_its_repr(lm: Any, tmp_path: Path) -> None:
+    done = ap.sweep(lm, [PAGE], tmp_path / "done", tokens=64)
+    assert f" over 1 document, {done.manifest['corpus']['tokens']} tokens)" in repr(done)
+    with pytest.raises(KeyboardInterrupt):
+        ap.sweep(lm, [PAGE], tmp_path / "a", tokens=64, progress=stopping(4, KeyboardInterrupt()))
+    found = ap.read_sweep(tmp_path / "a")
+    assert 0 < found.manifest["corpus"]["tokens"] < done.manifest["corpus"]["tokens"]
+    assert repr(found).endswith(" tokens, unfinished, in the first document)")
+
+
+@pytest.mark.usefixtures("small_shards")
 def test_a_finished_sweep_is_not_computed_again(lm: Any, tmp_path: Path) -> None:
     first = ap.sweep(lm, [PAGE], tmp_path / "out", tokens=64)
     before = files_of(tmp_path / "out")
@@ -429,7 +440,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_what_was_finished(
 
     out = tmp_path / "out"
     monkeypatch.setattr(folder, "_write", full)
-    with pytest.raises(ap.AttnprobeError, match=r"the disk is full.* 3 shards are finished"):
+    with pytest.raises(ap.AttnprobeError, match=r"the disk is full.* 3 shards finished"):
         ap.sweep(lm, [PAGE], out, tokens=64)
     monkeypatch.undo()
     monkeypatch.setattr(shards, "PASSAGE", 300)
@@ -496,6 +507,8 @@ def test_texts_come_from_anywhere(form: str, lm: Any, plain: Any, tmp_path: Path
     )
     assert found.manifest["corpus"]["documents"] == len(TEXTS)
     assert found.manifest["damaged"]["count"] == 0
+    others = ["notes.md"] if form == "folder of txt" else []
+    assert found.manifest["corpus"]["skipped"] == {"count": len(others), "named": others}
     for table in ("heads", "distances", "classes", "pairs", "histograms"):
         assert getattr(found, table).equals(getattr(plain, table)), table
     done, total = shown[-1]
@@ -692,7 +705,7 @@ def test_options_out_of_range_are_refused(
         (7, "expected a file, a folder, .* got int"),
         ({"train": []}, "a data set's split .* got dict"),
         ([], "the corpus list holds no text: it has no documents"),
-        (["", " "], "2 documents are damaged, document 0: empty"),
+        (["", " "], "of 2 documents damaged the first is document 0: empty"),
     ],
 )
 def test_no_corpus_is_refused(corpus: Any, message: str, lm: Any, tmp_path: Path) -> None:
@@ -925,7 +938,7 @@ def test_a_shard_that_is_damaged_while_the_sweep_runs_is_not_merged(
             harmed.append(out / "parts" / "000000" / "sums.safetensors")
             overwritten(harmed[0])
 
-    with pytest.raises(ap.AttnprobeError, match=r"1 shards .* were damaged while the sweep ran"):
+    with pytest.raises(ap.AttnprobeError, match=r"1 shard in .*: damaged while the sweep ran"):
         ap.sweep(lm, [PAGE], out, tokens=64, progress=harming)
     with pytest.warns(UserWarning, match="000000 is damaged"):
         ap.sweep(lm, [PAGE], out, tokens=64)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from attnprobe.records import counted
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -132,7 +134,7 @@ class VerificationReport:
             return ""
         layers = len({(row.part, row.layer) for row in checked})
         return (
-            f". Of the others, {len(checked)} heads in {_count(layers, 'layer')}, the worst "
+            f". Of the others, {len(checked)} heads in {counted(layers, 'layer')}, the worst "
             f"comparison stands at {ratio_text(self.worst.ratio)} of its bound "
             f"({_place(self.worst)})"
         )
@@ -145,7 +147,7 @@ class VerificationReport:
         several = any(row.part for row in self.rows)  # each with its own number of layers
         if several or self.model_layers == layers:
             return f"all {layers} layers and {heads} heads"
-        seen = f"{_count(layers, 'attention layer')} and {heads} heads"
+        seen = f"{counted(layers, 'attention layer')} and {heads} heads"
         has = "" if self.model_layers is None else f" (the model has {self.model_layers} layers)"
         return seen + has
 
@@ -232,7 +234,7 @@ class VerificationReport:
             f", {self.rows_left_out} rows without a key left out" if self.rows_left_out else ""
         )
         return (
-            f"{self.model}: {self.texts} text{'s' * (self.texts != 1)}, {self.tokens} tokens, "
+            f"{self.model}: {counted(self.texts, 'text')}, {self.tokens} tokens, "
             f"{self.kernel} kernel in {self.dtype}{left_out}; the worst of each check:"
         )
 
@@ -242,10 +244,6 @@ def _badness(row: Row) -> float:
     if row.verdict == "not_checked":
         return -1.0 if math.isnan(row.error) else 1.0
     return row.ratio
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _place(row: Row) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -43,6 +44,8 @@ def sweep_progress() -> Iterator[Callable[[Progress], None]]:
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn
     from rich.progress import Progress as Bar
 
+    from attnprobe.records import counted
+
     console = Console(stderr=True)
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -51,7 +54,8 @@ def sweep_progress() -> Iterator[Callable[[Progress], None]]:
         def show(now: Progress) -> None:
             speed = now.tokens_now / max(now.seconds, 1e-9)
             left = "" if now.left is None else f", {_duration(now.left)} left"
-            label = f"{now.documents} documents, {now.tokens:,} tokens, {speed:,.0f}/s{left}"
+            documents = counted(now.documents, "document")
+            label = f"{documents}, {now.tokens:,} tokens, {speed:,.0f}/s{left}"
             bar.update(task, description=label, completed=now.done, total=now.total)
 
         yield show
@@ -63,14 +67,33 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}"
 
 
+@contextmanager
+def going_on(out: Path) -> Iterator[None]:
+    """On Ctrl-C in the block, say on stderr how to go on with what is there."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (out / "manifest.json").is_file():
+            print(
+                f"attnprobe: stopped; the same command goes on from there: {out} holds what is "
+                "finished",
+                file=sys.stderr,
+            )
+        raise
+
+
 def sweep_text(manifest: dict[str, Any], out: Path) -> str:
     """What a finished sweep went through, and where its tables are."""
+    from attnprobe.records import counted
+
     corpus, damaged = manifest["corpus"], manifest["damaged"]
     lines = [
         f"model   {manifest['model']['name']} in {manifest['model']['dtype']}",
-        f"corpus  {corpus['documents']} documents, {corpus['texts']} texts of at most "
-        f"{manifest['settings']['tokens']} tokens, {corpus['tokens']} tokens",
+        f"corpus  {counted(corpus['documents'], 'document')}, {counted(corpus['texts'], 'text')} "
+        f"of at most {manifest['settings']['tokens']} tokens, {counted(corpus['tokens'], 'token')}",
     ]
+    if skipped := corpus["skipped"]["count"]:
+        lines.append(f"skipped {counted(skipped, 'file')} of other kinds")
     if damaged["count"]:
         lines.append(f"damaged {damaged['count']}, left out:")
         lines += [f"        {_line(one)}" for one in damaged["named"][:_SHOWN]]
@@ -83,7 +106,7 @@ def sweep_text(manifest: dict[str, Any], out: Path) -> str:
             f"{checked[name]} {name.replace('_', ' ')}"
             for name in ("verified", "mismatch", "not_checked")
         )
-        lines.append(f"output  of {checked['texts']} texts checked: {counts}")
+        lines.append(f"output  of {counted(checked['texts'], 'text')} checked: {counts}")
     return "\n".join([*lines, f"written to {out}"])
 
 

@@ -12,7 +12,7 @@ import torch
 from attnprobe.errors import AttnprobeError, InputError, ModelError, NonFiniteError
 from attnprobe.hooks import refuse_replaced
 from attnprobe.models import as_language_model
-from attnprobe.records import LanguageModel, whole
+from attnprobe.records import LanguageModel, counted, whole
 from attnprobe.sweeping.engines import Progress, by_ray, here, need_ray
 from attnprobe.sweeping.folder import Folder
 from attnprobe.sweeping.identity import about_of, begun
@@ -55,7 +55,8 @@ def sweep(
     Args:
         lm: what `load` returns, or a (model, tokenizer) pair; no encoder-decoder.
         corpus: a `.txt` file (one document), a `.jsonl` file (an object a line) or a `.parquet`
-            file (a row a document), a folder of such; "-" for standard input, or an open file, of
+            file (a row a document), a folder of such (the manifest counts and names the files of
+            other kinds in it, which are skipped); "-" for standard input, or an open file, of
             one text; a split of `datasets`, or any iterator of texts or of mappings.
         out: a new or empty folder, or that of the same sweep, to go on with.
         tokens: the most tokens of a text; 256, or the model's own limit, by default. What is longer
@@ -117,7 +118,7 @@ def sweep(
         folder.write_manifest(about | {"complete": False, "corpus": {}})
         run = here if engine == "local" else by_ray
         run(model, follow.unfinished(), settings, folder, follow.progress, workers)
-        return _finish(folder, about, opened.name, follow)
+        return _finish(folder, about, follow)
     except InputError:
         if not folder.present():  # what is finished stays
             folder.undo()
@@ -210,38 +211,40 @@ def _finished(folder: Folder, before: dict[str, Any], follow: _Following) -> Swe
         if folder.finished() != list(range(follow.count)):
             folder.spool.unlink(missing_ok=True)
             raise
-        return _finish(folder, before, before["corpus"]["name"], follow)
+        return _finish(folder, before, follow)
     folder.drop_parts()
     return read_sweep(folder.path)
 
 
-def _finish(folder: Folder, about: dict[str, Any], name: str, follow: _Following) -> Sweep:
+def _finish(folder: Folder, about: dict[str, Any], follow: _Following) -> Sweep:
     """Merge the shards, write tables and manifest, and only then let go of the shards."""
+    opened = follow.opened
     numbers = folder.present()
     if numbers != list(range(follow.count)):
         raise AttnprobeError(
-            f"{folder.path} holds {len(numbers)} finished shards, and the corpus has "
+            f"{folder.path} holds {counted(len(numbers), 'finished shard')}, and the corpus has "
             f"{follow.count}: give the same corpus, or another folder"
         )
     merged = Merged(folder)
     if merged.numbers != numbers:
         raise AttnprobeError(
-            f"{len(numbers) - len(merged.numbers)} shards in {folder.parts} were damaged while the "
-            "sweep ran: run the same again to compute them again"
+            f"{counted(len(numbers) - len(merged.numbers), 'shard')} in {folder.parts}: damaged "
+            "while the sweep ran. Run the same again, and what is damaged is computed again"
         )
     if not merged.tallies:
         folder.undo()
         reasons = {f"{layer}: {reason}" for layer, reason in merged.summary["left_out"].items()}
         if reasons:
             raise ModelError(f"no layer could be measured: {min(reasons)}")
-        raise InputError(f"the corpus {name} holds no text: {_damage(merged)}")
+        raise InputError(f"the corpus {opened.name} holds no text: {_damage(merged)}")
     tables = {}
     for table in TABLES:
         with folder.writing():
             content = parquet(merged.table(table, about["settings"]))
         folder.write(f"{table}.parquet", content)
         tables[table] = sha256_of(content)
-    corpus = {"name": name, "sha256": follow.sha256} | merged.summary["corpus"]
+    corpus = {"name": opened.name, "sha256": follow.sha256, "skipped": opened.skipped_files}
+    corpus |= merged.summary["corpus"]
     found = {"complete": True, "corpus": corpus, "tables": tables}
     folder.write_manifest(about | merged.summary | found)
     folder.drop_parts()
@@ -253,4 +256,5 @@ def _damage(merged: Merged) -> str:
     if not damaged["count"]:
         return "it has no documents"
     first = damaged["named"][0]
-    return f"{damaged['count']} documents are damaged, {first['name']}: {first['reason']}"
+    number = counted(damaged["count"], "document")
+    return f"of {number} damaged the first is {first['name']}: {first['reason']}"

@@ -128,7 +128,7 @@ def by_ray(
             Worker,
             fn_constructor_args=(given, settings, str(folder.path), torch.get_num_threads()),
             batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=workers),
+            compute=ray.data.ActorPoolStrategy(size=min(workers, len(waiting))),
             num_cpus=1,
         )
         for row in done.iter_rows():

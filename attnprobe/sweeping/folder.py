@@ -23,6 +23,7 @@ import numpy as np
 from safetensors.numpy import load_file, save
 
 from attnprobe.errors import AttnprobeError, InputError
+from attnprobe.records import counted
 from attnprobe.sweeping.measuring import Measured
 from attnprobe.sweeping.shards import Shard
 from attnprobe.sweeping.soundness import NOTES, parsed, sealed, sha256_of, unsealed
@@ -91,9 +92,9 @@ class Folder:
             reason = os.strerror(error.errno) if error.errno else str(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise AttnprobeError(
-                    f"the disk is full: cannot write to {self.path}. {len(self.finished())} shards "
-                    "are finished and readable (read_sweep); make room and run the same again to "
-                    "go on from there"
+                    f"the disk is full: cannot write to {self.path}. "
+                    f"{counted(len(self.finished()), 'shard')} finished and readable (read_sweep); "
+                    "make room and run the same again to go on from there"
                 ) from error
             raise AttnprobeError(f"cannot write to {self.path}: {reason}") from error
 

@@ -15,18 +15,17 @@ import numpy as np
 import pandas as pd
 
 from attnprobe.errors import InputError
+from attnprobe.records import counted
 from attnprobe.sweeping.folder import Folder
 from attnprobe.sweeping.pairs import most_frequent
 from attnprobe.sweeping.soundness import checked, folder_of
+from attnprobe.sweeping.sources import NAMED
 from attnprobe.sweeping.tallies import BINS, Tally, edges, names
 from attnprobe.sweeping.texts import CLASSES
 
 TABLES = ("heads", "histograms", "distances", "classes", "pairs")
 
 QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
-
-NAMED = 500
-"""How many damaged documents the manifest names; all are counted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,10 +90,15 @@ class Sweep:
         return found
 
     def __repr__(self) -> str:
-        corpus, state = self.manifest["corpus"], "" if self.manifest["complete"] else ", unfinished"
+        corpus, state = self.manifest["corpus"], ""
+        if not self.manifest["complete"]:
+            state = ", unfinished"
+            if corpus["passages"] and not corpus["documents"]:  # none of them has come to its end
+                state += ", in the first document"
+        documents = counted(corpus["documents"], "document")
         return (
-            f"Sweep({self.path}: {self.manifest['model']['name']} over {corpus['documents']} "
-            f"documents, {corpus['tokens']} tokens{state})"
+            f"Sweep({self.path}: {self.manifest['model']['name']} over {documents}, "
+            f"{counted(corpus['tokens'], 'token')}{state})"
         )
 
 

@@ -21,7 +21,11 @@ _BEGUN: dict[str, Any] = {
     "corpus": {},
 }
 _COMPLETE = _BEGUN | {
-    "corpus": {"sha256": str, "documents": int, "texts": int, "tokens": int},
+    "corpus": {
+        "sha256": str,
+        **{"documents": int, "texts": int, "tokens": int},
+        "skipped": {"count": int},
+    },
     "damaged": {"count": int, "named": list},
     "left_out": {},
     "verification": {"texts": int, "verified": int, "mismatch": int, "not_checked": int},

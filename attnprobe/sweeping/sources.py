@@ -20,6 +20,9 @@ Corpus = str | os.PathLike[str] | IO[Any] | Iterable[Any]
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 STDIN = "-"
 
+NAMED = 500
+"""How many damaged documents, or skipped files, the manifest names; all are counted."""
+
 _READ = 2**16  # characters or bytes at a time
 _ROWS = 64  # of a Parquet file at a time
 
@@ -52,11 +55,18 @@ class Source:
 
     Attributes:
         total: how much there is, in bytes, rows or items; None where nothing tells.
+        skipped: the files of other kinds in a folder.
     """
 
     name: str
     total: int | None
     documents: Iterator[Document]
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def skipped_files(self) -> dict[str, Any]:
+        """How many files were skipped, and the names of the first."""
+        return {"count": len(self.skipped), "named": list(self.skipped[:NAMED])}
 
 
 def source(corpus: Corpus, field: str, spool: Path) -> Source:
@@ -92,9 +102,12 @@ def source(corpus: Corpus, field: str, spool: Path) -> Source:
 
 
 def _of_files(path: Path, field: str) -> Source:
+    skipped: tuple[str, ...] = ()
     if path.is_dir():
-        files = sorted(one for one in path.rglob("*") if one.suffix.lower() in SUFFIXES)
-        base = path
+        there = sorted(one for one in path.rglob("*") if one.is_file())
+        files = [one for one in there if one.suffix.lower() in SUFFIXES]
+        others = (one for one in there if one.suffix.lower() not in SUFFIXES)
+        skipped, base = tuple(one.relative_to(path).as_posix() for one in others), path
     else:
         files, base = [path], path.parent
     if not path.exists() or not files:
@@ -106,7 +119,7 @@ def _of_files(path: Path, field: str) -> Source:
         if file.suffix.lower() == ".parquet":
             _check_field(file, field)
     sizes = [one.stat().st_size for one in files]
-    return Source(path.name, sum(sizes), _files(files, sizes, base, field))
+    return Source(path.name, sum(sizes), _files(files, sizes, base, field), skipped)
 
 
 def _files(files: list[Path], sizes: list[int], base: Path, field: str) -> Iterator[Document]:
