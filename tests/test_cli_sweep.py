@@ -105,6 +105,7 @@ def test_bad_input_leaves_with_2(
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stdout == ""
+    assert not (tmp_path / "x").exists()
     assert (tmp_path / "a.txt").read_text() == "The cat sat on the mat."
 
 
@@ -135,7 +136,15 @@ def test_killed_it_goes_on_with_the_same_command(
     assert "Traceback" not in stderr
     assert ("the same command goes on from there" in stderr) == (how is signal.SIGINT)
     assert ap.read_sweep(out).manifest["complete"] is False
-    assert run(*command).exit_code == 0
+    if how is signal.SIGKILL:
+        with (out / "parts" / "000000" / "sums.safetensors").open("r+b") as damaged:
+            damaged.seek(-4000, os.SEEK_END)
+            damaged.write(bytes(range(250)) * 16)
+    result = run(*command)
+    assert result.exit_code == 0
+    told = f"attnprobe: note: {out / 'parts' / '000000'} is damaged: "
+    assert result.stderr.startswith(told if how is signal.SIGKILL else "")
+    assert bool(result.stderr) == (how is signal.SIGKILL)
     assert files_of(out) == whole
 
 

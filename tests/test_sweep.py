@@ -897,7 +897,8 @@ def test_a_damaged_shard_is_told_computed_again_and_never_merged(
     out, wanted = stopped
     before = ap.read_sweep(out).manifest["corpus"]
     harm(out / "parts" / "000001" / name)
-    part = ap.read_sweep(out)
+    with pytest.warns(UserWarning, match=r"1 shard in .*: damaged and left out, 000001 first"):
+        part = ap.read_sweep(out)
     assert part.manifest["corpus"]["shards"] == before["shards"] - 1
     assert part.heads["rows"][0] == part.manifest["corpus"]["tokens"] < before["tokens"]
     with pytest.warns(UserWarning, match=r"000001 is damaged: .* computed again"):
@@ -912,7 +913,9 @@ def test_a_number_changed_in_the_notes_of_a_shard_is_damage(
     file = out / "parts" / "000001" / "shard.json"
     notes = json.loads(file.read_text())
     file.write_text(json.dumps(notes | {"tokens": notes["tokens"] + 1}))
-    assert ap.read_sweep(out).manifest["corpus"]["shards"] == len([*out.glob("parts/*")]) - 1
+    with pytest.warns(UserWarning, match=r"1 shard in .*: damaged and left out"):
+        found = ap.read_sweep(out).manifest["corpus"]
+    assert found["shards"] == len([*out.glob("parts/*")]) - 1
 
 
 def test_a_shard_that_is_a_file_is_damage(

@@ -226,9 +226,9 @@ def _finish(folder: Folder, about: dict[str, Any], follow: _Following) -> Sweep:
             f"{follow.count}: give the same corpus, or another folder"
         )
     merged = Merged(folder)
-    if merged.numbers != numbers:
+    if merged.damaged:
         raise AttnprobeError(
-            f"{counted(len(numbers) - len(merged.numbers), 'shard')} in {folder.parts}: damaged "
+            f"{counted(len(merged.damaged), 'shard')} in {folder.parts}: damaged "
             "while the sweep ran. Run the same again, and what is damaged is computed again"
         )
     if not merged.tallies:

@@ -139,7 +139,7 @@ class Folder:
 
     def finished(self) -> list[int]:
         """The numbers of the shards that are there and whole, in order."""
-        return [one for one in self.present() if unsealed(self.place(one)) is not None]
+        return [one for one in self.present() if self.notes(one) is not None]
 
     def present(self) -> list[int]:
         """The numbers of the shards that are there, whole or damaged, in order."""
@@ -154,7 +154,7 @@ class Folder:
         place = self.place(shard.number)
         if not place.exists():
             return False
-        notes = unsealed(place)
+        notes = self.notes(shard.number)
         if notes is None:
             warnings.warn(
                 f"{place} is damaged: its files are not those that were written; it is computed "
@@ -216,18 +216,9 @@ class Folder:
             finally:
                 shutil.rmtree(beside, ignore_errors=True)
 
-    def notes(self, number: int) -> dict[str, Any]:
-        """What is said of a finished shard.
-
-        Raises:
-            AttnprobeError: it has been damaged since.
-        """
-        found = unsealed(self.place(number))
-        if found is None:
-            raise AttnprobeError(
-                f"{self.place(number)} is damaged: run the same sweep again to compute it again"
-            )
-        return found
+    def notes(self, number: int) -> dict[str, Any] | None:
+        """What is said of a finished shard; None where it is damaged."""
+        return unsealed(self.place(number))
 
     def tallies(self, number: int) -> dict[int, Tally]:
         """The tallies of a finished shard, by layer."""

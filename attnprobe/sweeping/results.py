@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,7 +115,7 @@ def read_sweep(path: str | os.PathLike[str]) -> Sweep:
     Raises:
         InputError: not a path, or no sweep there; its manifest is damaged; no pyarrow. A table that
             is gone, or has not the sha256 that the manifest says, is refused when it is asked for.
-            Of a sweep that was stopped, a damaged shard counts as not finished.
+            Of a sweep that was stopped, a damaged shard is left out, with a warning.
     """
     need_pyarrow()
     folder = Folder(folder_of(path))
@@ -123,7 +124,15 @@ def read_sweep(path: str | os.PathLike[str]) -> Sweep:
         what = "expected a folder, got a file" if folder.path.is_file() else "no manifest.json"
         raise InputError(f"there is no sweep in {path}: {what}. Give the folder that sweep wrote")
     if not manifest["complete"]:
-        manifest |= Merged(folder).summary
+        merged = Merged(folder)
+        manifest |= merged.summary
+        if merged.damaged:
+            warnings.warn(
+                f"{counted(len(merged.damaged), 'shard')} in {folder.parts}: damaged and left out, "
+                f"{folder.place(merged.damaged[0]).name} first; the same sweep run again computes "
+                "what is damaged again",
+                stacklevel=2,
+            )
     return Sweep(folder.path, manifest)
 
 
@@ -151,9 +160,14 @@ class Merged:
         self.verified: list[dict[str, Any]] = []
         damaged: list[list[str]] = []
         count = 0
-        self.numbers = folder.finished()
-        for number in self.numbers:
+        self.numbers: list[int] = []
+        self.damaged: list[int] = []  # shards, never merged
+        for number in folder.present():
             notes = folder.notes(number)
+            if notes is None:
+                self.damaged.append(number)
+                continue
+            self.numbers.append(number)
             for name in self.counts:
                 self.counts[name] += notes[name]
             left_out |= notes["left_out"]
