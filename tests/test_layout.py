@@ -84,6 +84,7 @@ ORDER = [
     "sweeping.measuring",
     "sweeping.folder",
     "sweeping.identity",
+    "sweeping.frames",
     "sweeping.results",
     "sweeping.engines",
     "sweeping.corpora",

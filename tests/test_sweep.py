@@ -38,7 +38,7 @@ from transformers import (
 import attnprobe as ap
 from attnprobe.heads import BASIC, COUNTED, MASSES
 from attnprobe.sweeping import folder, pairs, shards
-from attnprobe.sweeping.results import quantile
+from attnprobe.sweeping.frames import quantile
 from attnprobe.sweeping.shards import Passage, passages
 from attnprobe.sweeping.sources import Document
 from attnprobe.sweeping.tallies import BINS, edges
