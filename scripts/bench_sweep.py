@@ -88,7 +88,8 @@ def cost(name: str, corpus: Path, limit: int | None, headless_too: bool) -> None
                 folder.write(f"{table}.parquet", parquet(merged.table(table, settings)))
     ours.wall += finishing.wall
     ours.processor += finishing.processor
-    print(f"{name}, {tokens} tokens, {merged.shards} shards, {torch.get_num_threads()} threads")
+    size = f"{tokens} tokens, {len(merged.numbers)} shards"
+    print(f"{name}, {size}, {torch.get_num_threads()} threads")
     clocks = {"plain forwards": plain, "without logits": headless}
     clocks = dict([*clocks.items()][: len(models)])
     for label, clock in ({"sweep": ours, "(of it, merging)": finishing} | clocks).items():

@@ -89,7 +89,7 @@ def sweep(
         InputError: a corpus that is not there or of another kind; a folder of another sweep, or of
             another corpus; a finished sweep of which a table is damaged; options out of range; no
             tokenizer; an encoder-decoder; an edit that is open on the model; no pyarrow, or no Ray.
-            Nothing that this call wrote is left.
+            Nothing that this call wrote is left, but for shards that are finished.
         ModelError: no layer could be measured.
         NonFiniteError: NaN or infinity in the model's weights.
         AttnprobeError: the folder cannot be written to, or the disk is full; what is finished
@@ -119,7 +119,7 @@ def sweep(
         run = here if engine == "local" else by_ray
         run(model, follow.unfinished(), settings, folder, follow.progress, workers)
         return _finish(folder, about, follow)
-    except InputError:
+    except (InputError, ModelError):
         if not folder.present():  # what is finished stays
             folder.undo()
         raise
