@@ -349,15 +349,16 @@ def heads(
 ) -> None:
     """What each head does: statistics of a text, or, without one, its known role.
 
-    Roles are previous, duplicate and induction, by scores on random tokens that come twice.
+    Roles are previous, duplicate and induction, by scores from 0.4 on, on random tokens that come
+    twice. A picture, --out heads.svg, shows one column, --value induction.
     """
     with exits():
         format = check_table_or_picture(out, format)
         drawn = out is not None and out.suffix.lower() in PICTURES
         if drawn is (value is None):
             raise InputError(
-                "--value names the column that a picture shows: it goes with --out and a name in "
-                f"{', '.join(PICTURES)}, and they with it"
+                "a picture shows one column: give both --value COLUMN and --out with a name in "
+                f"{', '.join(PICTURES)}, or neither"
             )
         if text is None:
             from attnprobe.roles import head_roles

@@ -325,8 +325,10 @@ def _watched_kernel(
     ]
     if not concerned:
         return run()
-    order = [*SEAM, *list(inspect.signature(kernel).parameters)[len(SEAM) :]]
-    arguments = dict(zip(order, (module, *args), strict=False)) | kwargs
+    given, order = (module, *args), [*SEAM]
+    if len(given) > len(SEAM):  # the kernel's own names, which take time to read
+        order += list(inspect.signature(kernel).parameters)[len(SEAM) :]
+    arguments = dict(zip(order, given, strict=False)) | kwargs
     for one in concerned:
         call = one.record(implementation or "eager", module, arguments)
         if one.patch is not None:

@@ -142,8 +142,8 @@ def device_of(model: nn.Module) -> torch.device:
     """
     devices = [weight.device for weight in model.parameters()]
     here = [device for device in devices if device.type != "meta"]
-    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
-    if len(here) < len(devices) and not hooked:
+    away = len(here) < len(devices)
+    if away and not any(hasattr(module, "_hf_hook") for module in model.modules()):
         raise ModelError(
             "the model has weights on the device 'meta', which holds no numbers: load them first"
         )

@@ -74,8 +74,9 @@ def head_roles(
     count, number = whole(tokens, "tokens"), whole(texts, "texts")
     if count < 2 or number < 1:
         raise InputError(f"expected tokens ≥ 2 and texts ≥ 1, got {count} and {number}")
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
-        raise InputError(f"expected a number for threshold, got {threshold!r}")
+    number_given = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+    if not number_given or not 0 <= threshold <= 1:
+        raise InputError(f"expected a threshold from 0 to 1, as scores are; got {threshold!r}")
     refuse_replaced(given.model, "head_roles")
     start = _first(given, first)
     ids = _repeated(_vocabulary(given), count, number, seed, start)

@@ -338,6 +338,6 @@ def test_a_picture_of_heads_needs_a_column(tmp_path: Path) -> None:
     for arguments in (["--out", str(out)], ["--value", "induction"]):
         result = run("heads", *arguments)
         assert result.exit_code == 2
-        assert "--value names the column that a picture shows" in result.stderr
+        assert "a picture shows one column: give both" in result.stderr
     result = run("heads", "--value", "no", "--out", str(out))
     assert (result.exit_code, "no column 'no'" in result.stderr) == (2, True)

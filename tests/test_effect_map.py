@@ -301,7 +301,11 @@ def test_warns_once_of_what_no_font_has(monkeypatch):
         (by_head().drop(columns="head"), {}, "either head or position.*got layer, effect"),
         (by_head().assign(position=0), {}, "either head or position"),
         (by_head().rename(columns={"effect": "x"}), {}, "none of the columns restored, effect"),
-        (by_head(), {"value": "loss"}, "no column 'loss' of numbers; it has layer, head, effect"),
+        (
+            by_head(),
+            {"value": "loss"},
+            "no column 'loss' of numbers; of numbers it has layer",
+        ),
         (by_position(["a"]), {"value": "token"}, "no column 'token' of numbers"),
         (pd.concat([by_head(), by_head()]), {}, "several rows for one layer and head"),
         (by_head().assign(effect=np.nan), {}, "expected numbers in 'effect', got none"),

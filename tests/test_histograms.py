@@ -88,3 +88,8 @@ def test_what_the_frame_does_not_hold_is_refused(frame, change, options, says):
         ap.histogram_grid(
             frame.drop(**change) if change else frame, **{"statistic": "entropy"} | options
         )
+
+
+def test_what_is_no_frame_is_refused():
+    with pytest.raises(ap.InputError, match="got int"):
+        ap.histogram_grid(5, "entropy")

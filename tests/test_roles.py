@@ -101,8 +101,10 @@ def test_the_bundled_models_induction_and_previous_token_heads(lm):
         ({"seed": "a"}, "whole number for seed"),
         ({"first": "a"}, "whole number for first"),
         ({"first": 10**6}, "vocabulary"),
-        ({"threshold": "high"}, "number for threshold"),
-        ({"threshold": True}, "number for threshold"),
+        ({"threshold": "high"}, "threshold from 0 to 1"),
+        ({"threshold": True}, "threshold from 0 to 1"),
+        ({"threshold": 2}, "threshold from 0 to 1"),
+        ({"threshold": float("nan")}, "threshold from 0 to 1"),
     ],
 )
 def test_options_out_of_their_range_are_refused(lm, options, says):

@@ -518,3 +518,19 @@ def test_a_change_of_the_records_is_a_change_of_the_version():
 
 def test_damage_is_an_error_of_its_own():
     assert not issubclass(DamagedError, ap.AttnprobeError)
+
+
+def test_a_folder_of_other_files_is_left_alone(tmp_path, gpt2):
+    cap = ap.capture(gpt2(), [5, 17, 23])
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ap.InputError, match="holds other files and no capture"):
+        ap.save(cap, tmp_path)
+    assert [one.name for one in tmp_path.iterdir()] == ["notes.txt"]
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    (killed / "capture-0123.safetensors").write_bytes(b"half")
+    (killed / ".capture.json.0123.tmp").write_bytes(b"half")
+    ap.save(cap, killed)
+    (killed / "notes.txt").write_text("mine")
+    ap.save(cap, killed)  # one with a capture to replace
+    assert ap.load_capture(killed).input_ids.tolist() == [[5, 17, 23]]

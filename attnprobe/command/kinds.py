@@ -94,6 +94,7 @@ def _as_options(message: str) -> str:
     """What a function says of its parameters, said of the command's options."""
     message = message.replace("by='word'", "--by-word").replace("Or raise", "In Python, raise")
     message = message.replace("; or attention_view", "; or use --kind attention")
+    message = message.replace("span=(start, stop)", "--span START:STOP")
     return re.sub(r"layer=(\d+), head=(\d+)", r"--layer \1 --head \2", message)
 
 

@@ -45,17 +45,17 @@ def save(cap: Capture, path: str | os.PathLike[str]) -> None:
     """Write a capture to a folder, all but the model: safetensors and JSON, no pickle.
 
     What the calls share, as a mask, is written once. A capture that is there already is replaced
-    when the new one is complete, and stays as it was if anything goes wrong; other files in the
-    folder are left alone. What tells the model from others goes along: its class, and hashes of its
-    config and of a sample of each weight.
+    when the new one is complete, and stays as it was if anything goes wrong. A folder that holds
+    other files and no capture is refused. What tells the model from others goes along: its class,
+    and hashes of its config and of a sample of each weight.
 
     Args:
         cap: what `capture` returned.
         path: the folder, which is made if it is not there.
 
     Raises:
-        InputError: no capture; no place for it, by its path or on the disk; tensors of a kind that
-            is not stored, or more words than a reader takes.
+        InputError: no capture; no place for it, by its path or on the disk; a folder of other
+            files; tensors of a kind that is not stored, or more words than a reader takes.
     """
     folder = _folder(path)
     cap = captured(cap)
@@ -68,12 +68,26 @@ def save(cap: Capture, path: str | os.PathLike[str]) -> None:
         known = (folder / JSON).exists() and not (folder / JSON).is_file()
         if known or (folder.exists() and not folder.is_dir()):
             raise InputError(f"cannot write {folder}: expected a folder for the capture")
+        if (
+            folder.exists()
+            and not (folder / JSON).exists()
+            and any(map(_foreign, folder.iterdir()))
+        ):
+            raise InputError(
+                f"{folder} holds other files and no capture: expected a new folder, an empty one, "
+                "or one with a capture to replace"
+            )
         folder.mkdir(exist_ok=True)
         _write(folder, store, told)
     except DamagedError as error:
         raise InputError(f"this capture cannot be saved: {error}") from None
     except (OSError, UnicodeEncodeError) as error:
         raise InputError(f"cannot write {folder}: {error}") from None
+
+
+def _foreign(file: Path) -> bool:
+    """Whether a file is none that a save makes, one that was killed as it wrote included."""
+    return not file.name.removeprefix(".").startswith("capture")
 
 
 def load_capture(path: str | os.PathLike[str], lm: object = None) -> Capture:

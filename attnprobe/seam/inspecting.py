@@ -17,8 +17,13 @@ def arguments_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """A forward's arguments by name, those gathered in **kwargs among them."""
-    names = list(inspect.signature(forward_of(type(module))).parameters)[1:] if args else ()
+    names = _parameters(forward_of(type(module)))[1:] if args else ()
     return dict(zip(names, args, strict=False)) | kwargs
+
+
+@functools.cache
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)
 
 
 def forward_of(cls: type[nn.Module]) -> Callable[..., Any]:

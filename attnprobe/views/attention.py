@@ -92,6 +92,7 @@ def attention_view(
         max_weights,
         what="weights",
         by_word=False,
+        shorter="a text, or a span=(start, stop) of one,",
     )
     words = Selection.of(cap, picked.layers, picked.heads, "word", text, _WIDEST, span)
     by_head = colours(len(picked.heads))

@@ -186,8 +186,8 @@ def _value(frame: pd.DataFrame, value: str | None) -> str:
         value = known[0]
     if value not in frame or not _is_real(frame[value]):
         raise InputError(
-            f"the frame has no column {value!r} of numbers; it has "
-            f"{', '.join(map(str, frame.columns))}"
+            f"the frame has no column {value!r} of numbers; of numbers it has "
+            f"{', '.join(str(name) for name in frame if _is_real(frame[name]))}"
         )
     return value
 

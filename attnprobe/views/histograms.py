@@ -38,12 +38,14 @@ def histogram_grid(
         InputError: a frame without these columns; a statistic, layer or head that it does not
             hold, or without any row.
     """
+    expected = (
+        f"expected a frame with the columns {', '.join(COLUMNS)}, as read_sweep(…).histograms"
+    )
+    if not isinstance(frame, pd.DataFrame):
+        raise InputError(f"{expected}; got {type(frame).__name__}")
     missing = [name for name in COLUMNS if name not in frame]
     if missing:
-        raise InputError(
-            f"expected a frame with the columns {', '.join(COLUMNS)}, as read_sweep(…).histograms "
-            f"has them; there is no {missing[0]}"
-        )
+        raise InputError(f"{expected} has them; there is no {missing[0]}")
     of_all = frame[frame["statistic"] == statistic]
     if of_all.empty:
         held = ", ".join(map(str, frame["statistic"].unique()))
@@ -91,7 +93,7 @@ def _draw(
             ax = grid[row, column]
             if (layer, head) in shares:
                 own = shares[layer, head]
-                ax.stairs(own, edges, fill=True, color=_COLOUR)
+                ax.stairs(own, edges, fill=True, color=_COLOUR, linewidth=1.0)
                 ax.set_ylim(0.0, 1.15 * own.max())
                 where = {"transform": ax.transAxes, "va": "top", "fontsize": 7.0}
                 ax.text(0.03, 0.98, f"{own.max():.0%}", **where)
@@ -101,7 +103,7 @@ def _draw(
                 ax.set_xscale("function", functions=(np.log1p, np.expm1))
                 ticks = [one for one in (0, 3, 15, 63, 255, 1023, 4095) if one <= edges[-1]]
                 ax.set_xticks(ticks, [str(one) for one in ticks], fontsize=drawing.SMALLEST)
-            ax.set(xlim=(edges[0], edges[-1]), yticks=[])
+            ax.set(yticks=[])  # a margin at the sides: a bar at 0 must not lie under the frame
             ax.tick_params(labelsize=7.0, labelbottom=row == len(layers) - 1)
     for ax, layer in zip(grid[:, 0], layers, strict=True):
         ax.set_ylabel(f"layer {layer}")

@@ -131,6 +131,7 @@ def refuse_size(
     *,
     what: str = "lines",
     by_word: bool = True,
+    shorter: str = "a text",
     instead: str = "",
 ) -> None:
     """Refuse what a browser would choke on, and say what it can draw.
@@ -142,6 +143,7 @@ def refuse_size(
         most: as much as it may draw, its `max_…`.
         what: it draws.
         by_word: whether the view draws less of words than of tokens.
+        shorter: of what fewer words may be given.
         instead: another view, that can draw this.
 
     Raises:
@@ -155,14 +157,17 @@ def refuse_size(
     raise InputError(
         f"{view} would draw {lines:,} {what} ({picked.title}), more than max_{what} "
         f"({most:,}): a browser chokes on it. What fits: "
-        f"{what_fits(picked, drawn, most, by_word=by_word)}. Or raise max_{what}{instead}"
+        f"{what_fits(picked, drawn, most, by_word=by_word, what=shorter)}. "
+        f"Or raise max_{what}{instead}"
     )
 
 
-def what_fits(picked: Selection, size: Drawn, most: int, *, by_word: bool) -> str:
+def what_fits(
+    picked: Selection, size: Drawn, most: int, *, by_word: bool, what: str = "a text"
+) -> str:
     """Of what is too large for a page, the parts that are not: of a size of at most `most`.
 
-    `by_word` says whether the view can show words.
+    `by_word` says whether the view can show words, and `what` of what less may be given.
     """
     layers, heads, count = len(picked.layers), len(picked.heads), len(picked.labels)
     fits = []
@@ -177,7 +182,7 @@ def what_fits(picked: Selection, size: Drawn, most: int, *, by_word: bool) -> st
     if not fits and size(1, 1, count) <= most:
         fits.append(f"layer={picked.layers[0]}, head={picked.heads[0]}")
     some = _most(lambda some: size(layers, heads, some) <= most, count - 1)
-    fits.append(f"a text of at most {_counted(some, picked.by)}")
+    fits.append(f"{what} of at most {_counted(some, picked.by)}")
     return "; or ".join(fits)
 
 
