@@ -173,7 +173,7 @@ def test_standard_input_and_progress(model: str, tmp_path: Path, terminal: tuple
     except OSError:  # what Linux gives at the end of a terminal
         pass
     assert process.wait() == 0
-    for wanted in (b" documents, ", b" tokens, ", b"/s, ", b" left", b"%"):
+    for wanted in (b" 1 document, ", b" tokens, ", b"/s, ", b" left", b"%"):
         assert wanted in shown
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["corpus"]["name"] == "stdin"
