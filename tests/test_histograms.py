@@ -68,6 +68,7 @@ def test_each_panel_holds_the_shares_of_its_heads_rows(frame, statistic):
 def test_some_layers_and_heads(frame):
     grid = ap.histogram_grid(frame, "entropy", 2, [2, 0])
     assert grid.shape == (1, 2)
+    assert ap.histogram_grid(frame, "entropy", np.array(2), np.array([2, 0])).shape == (1, 2)
     np.testing.assert_allclose(grid[0, 0].patches[0].get_data().values, [1 / 3] * 3)
     np.testing.assert_allclose(grid[0, 1].patches[0].get_data().values, [0.5, 0.4, 0.1])
 

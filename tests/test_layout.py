@@ -12,6 +12,7 @@ import attnprobe
 PACKAGE = Path(attnprobe.__file__).parent
 ORDER = [
     "errors",
+    "files",
     "memory",
     "masks",
     "rounding",

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from attnprobe.checking.report import Row, VerificationReport, ratio_text
 from attnprobe.errors import AttnprobeError
+from attnprobe.files import replacing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -195,12 +196,10 @@ def write(out: Path, content: str | bytes) -> None:
     # Short, as the name itself may be too long; and no other process's or thread's.
     beside = out.with_name(f".attnprobe.{os.getpid()}.{threading.get_native_id()}")
     try:
-        beside.write_bytes(content if isinstance(content, bytes) else content.encode())
-        beside.replace(out)
+        with replacing(out, beside) as file:
+            file.write(content if isinstance(content, bytes) else content.encode())
     except OSError as error:
         raise AttnprobeError(f"cannot write {out}: {error.strerror}") from error
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _by_layer(report: VerificationReport) -> list[tuple[str, ...]]:

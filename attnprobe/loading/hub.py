@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import queue
 import threading
 from pathlib import Path
@@ -31,6 +30,7 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import httpx, validate_repo_id  # type: ignore[attr-defined]
 
 from attnprobe.errors import ModelError
+from attnprobe.files import replacing
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """The files of which a folder must hold one to be a model with safetensors weights."""
@@ -152,9 +152,8 @@ def _download(source: str, revision: str | None, commit: str, code: bool, *more:
         _check_content(source, folder, held if known else set())
         if not known:
             note.parent.mkdir(parents=True, exist_ok=True)
-            beside = note.with_name(f"{note.name}.{os.getpid()}")
-            beside.write_text(commit)
-            beside.replace(note)
+            with replacing(note) as file:
+                file.write(commit.encode())
     except (httpx.HTTPError, OSError, ValueError) as error:
         raise ModelError(f"the download of {source!r} failed: {error}") from error
     return folder

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from attnprobe.errors import InputError
+from attnprobe.files import folder_path, replacing, sync
 from attnprobe.loading.encoding import encode
 from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, Capture, LanguageModel, captured, writes
-from attnprobe.saving.files import DamagedError, filled, regular, replacing, sync
+from attnprobe.saving.files import DamagedError, filled, regular
 from attnprobe.saving.origins import origin_of, refuse_other
 from attnprobe.saving.parsing import parsed, shown
 from attnprobe.saving.schema import packed, unpacked
@@ -57,7 +58,7 @@ def save(cap: Capture, path: str | os.PathLike[str]) -> None:
         InputError: no capture; no place for it, by its path or on the disk; a folder of other
             files; tensors of a kind that is not stored, or more words than a reader takes.
     """
-    folder = _folder(path)
+    folder = folder_path(path, "a folder's path")
     cap = captured(cap)
     if cap.lm is not None:
         cap = replace(cap, origin=origin_of(cap.lm))
@@ -110,7 +111,7 @@ def load_capture(path: str | os.PathLike[str], lm: object = None) -> Capture:
         InputError: no such capture; one that is damaged, foreign, or of a newer attnprobe; an `lm`
             that it was not made of.
     """
-    folder = _folder(path)
+    folder = folder_path(path, "a folder's path")
     model = None if lm is None else as_language_model(lm)
     try:
         cap = _read(folder)
@@ -120,12 +121,6 @@ def load_capture(path: str | os.PathLike[str], lm: object = None) -> Capture:
         reason = error.strerror or type(error).__name__
         raise InputError(f"cannot read {error.filename or folder}: {reason}") from None
     return cap if model is None else _with_model(cap, model)
-
-
-def _folder(path: object) -> Path:
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in os.fspath(path):
-        raise InputError(f"expected a folder's path, got {path!r}")
-    return Path(path)
 
 
 def _with_writes(call: AttentionCall) -> AttentionCall:

@@ -1,46 +1,17 @@
-"""Files that are whole or not there, and reading what a stranger may have written."""
+"""Reading what a stranger may have written."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 
 class DamagedError(Exception):
     """Why a file is not what it should be; who reads it says which file it is."""
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes this name only when all of it has reached the disk.
-
-    After an exception nothing is left of it, and what had the name before still has it.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
-
-
-def sync(folder: Path) -> None:
-    """Have a folder's names reach the disk, where the operating system can do so."""
-    with suppress(PermissionError):  # Windows opens no folders
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
 
 
 @contextmanager

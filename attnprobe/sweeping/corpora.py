@@ -19,7 +19,7 @@ from attnprobe.sweeping.identity import about_of, begun
 from attnprobe.sweeping.measuring import Settings
 from attnprobe.sweeping.results import TABLES, Merged, Sweep, need_pyarrow, parquet, read_sweep
 from attnprobe.sweeping.shards import Shard, shards
-from attnprobe.sweeping.soundness import checked, folder_of, sha256_of
+from attnprobe.sweeping.soundness import checked, sha256_of
 from attnprobe.sweeping.sources import Corpus, Source, source
 
 TOKENS = 256
@@ -96,7 +96,7 @@ def sweep(
             stays.
     """
     model = as_language_model(lm)
-    folder = Folder(folder_of(out))
+    folder = Folder.at(out)
     need_pyarrow()
     refuse_replaced(model.model, "sweep")
     settings = _settings(model, tokens, batch_size, value, pairs, verify)

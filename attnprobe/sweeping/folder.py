@@ -23,6 +23,7 @@ import numpy as np
 from safetensors.numpy import load_file, save
 
 from attnprobe.errors import AttnprobeError, InputError
+from attnprobe.files import folder_path, replacing, sync
 from attnprobe.records import counted
 from attnprobe.sweeping.measuring import Measured
 from attnprobe.sweeping.shards import Shard
@@ -41,6 +42,15 @@ class Folder:
         self.parts = path / "parts"
         self.manifest_file = path / "manifest.json"
         self._made: list[Path] | None = None
+
+    @classmethod
+    def at(cls, path: object) -> Folder:
+        """The folder that a user names.
+
+        Raises:
+            InputError: it is no path.
+        """
+        return cls(folder_path(path, "the path of a sweep's folder"))
 
     @property
     def spool(self) -> Path:
@@ -126,14 +136,9 @@ class Folder:
         Raises:
             AttnprobeError: it cannot be written.
         """
-        beside = self.path / f".{name}.part"
-        with self.writing():
-            try:
-                _write(beside, content)
-                beside.replace(self.path / name)
-                _sync(self.path)
-            finally:
-                beside.unlink(missing_ok=True)
+        beside = self.path / f".{name}.part"  # as `open` knows what a killed sweep left
+        with self.writing(), replacing(self.path / name, beside) as file:
+            file.write(content)
 
     # Shards
 
@@ -206,13 +211,13 @@ class Folder:
                 sums = save(arrays)
                 _write(beside / _SUMS, sums)
                 found.pairs.write(beside / _PAIRS)
-                _sync(beside / _PAIRS)
+                sync(beside / _PAIRS)
                 files = {_SUMS: sha256_of(sums), _PAIRS: sha256_of((beside / _PAIRS).read_bytes())}
                 _write(beside / NOTES, sealed(notes, files))
-                _sync(beside)
+                sync(beside)
                 if not self.place(shard.number).exists():
                     beside.rename(self.place(shard.number))
-                _sync(self.parts)
+                sync(self.parts)
             finally:
                 shutil.rmtree(beside, ignore_errors=True)
 
@@ -250,12 +255,3 @@ def _write(file: Path, content: bytes) -> None:
         opened.write(content)
         opened.flush()
         os.fsync(opened.fileno())
-
-
-def _sync(path: Path) -> None:
-    """Have a file, or a folder's list of names, on the disk before going on."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

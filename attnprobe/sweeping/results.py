@@ -18,7 +18,7 @@ from attnprobe.records import counted
 from attnprobe.sweeping.folder import Folder
 from attnprobe.sweeping.frames import frame_of
 from attnprobe.sweeping.pairs import most_frequent
-from attnprobe.sweeping.soundness import checked, folder_of
+from attnprobe.sweeping.soundness import checked
 from attnprobe.sweeping.sources import NAMED
 from attnprobe.sweeping.tallies import Tally
 
@@ -114,7 +114,7 @@ def read_sweep(path: str | os.PathLike[str]) -> Sweep:
             Of a sweep that was stopped, a damaged shard is left out, with a warning.
     """
     need_pyarrow()
-    folder = Folder(folder_of(path))
+    folder = Folder.at(path)
     manifest = folder.manifest()
     if manifest is None:
         what = "expected a folder, got a file" if folder.path.is_file() else "no manifest.json"

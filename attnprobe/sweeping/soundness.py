@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -122,15 +121,3 @@ def checked(file: Path, wanted: str) -> bytes:
             f"manifest. {_AGAIN}"
         )
     return content
-
-
-def folder_of(path: object) -> Path:
-    """The folder that a sweep is written to or read from.
-
-    Raises:
-        InputError: not a path.
-    """
-    given = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    if not isinstance(given, str) or not given or "\0" in given:
-        raise InputError(f"expected the path of a sweep's folder, got {path!r}")
-    return Path(given)

@@ -7,7 +7,7 @@ import pandas as pd
 
 from attnprobe.errors import InputError
 from attnprobe.recompute import Which
-from attnprobe.records import whole
+from attnprobe.records import several, whole
 from attnprobe.views.captions import STATISTICS
 
 COLUMNS = ("layer", "head", "statistic", "low", "high", "count")
@@ -69,8 +69,7 @@ def _held(column: pd.Series, which: Which) -> list[int]:
     held = sorted({int(one) for one in column})
     if which is None:
         return held
-    several = which if isinstance(which, list | tuple | range) else [which]
-    numbers = [whole(one, str(column.name)) for one in several]
+    numbers = [whole(one, str(column.name)) for one in (which if several(which) else [which])]
     for number in numbers:
         if number not in held:
             raise InputError(f"the frame holds no {column.name} {number}; it has {held}")
