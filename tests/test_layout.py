@@ -44,7 +44,7 @@ ORDER = [
     "hooks",
     "keeping",
     "capturing",
-    "saving.files",
+    "saving.reading",
     "saving.parsing",
     "saving.tensors",
     "saving.schema",

@@ -20,7 +20,7 @@ import attnprobe as ap
 from attnprobe.biases import ByDistance, ByKey
 from attnprobe.keeping import on_device
 from attnprobe.saving import captures
-from attnprobe.saving.files import DamagedError
+from attnprobe.saving.reading import DamagedError
 from attnprobe.saving.schema import saved_fields
 from attnprobe.saving.tensors import DTYPES
 

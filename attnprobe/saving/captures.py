@@ -23,9 +23,9 @@ from attnprobe.files import folder_path, replacing, sync
 from attnprobe.loading.encoding import encode
 from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, Capture, LanguageModel, captured, writes
-from attnprobe.saving.files import DamagedError, filled, regular
 from attnprobe.saving.origins import origin_of, refuse_other
 from attnprobe.saving.parsing import parsed, shown
+from attnprobe.saving.reading import DamagedError, filled, regular
 from attnprobe.saving.schema import packed, unpacked
 from attnprobe.saving.soundness import refuse_unsound
 from attnprobe.saving.tensors import Store, read

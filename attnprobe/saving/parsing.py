@@ -6,7 +6,7 @@ import json
 import reprlib
 from typing import Any
 
-from attnprobe.saving.files import DamagedError
+from attnprobe.saving.reading import DamagedError
 
 MOST_VALUES = 2**22
 """How many values JSON may hold: each takes up to about 100 bytes of memory, however short."""

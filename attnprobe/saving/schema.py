@@ -19,8 +19,8 @@ from torch import Tensor
 
 from attnprobe.biases import Bias, ByDistance, ByKey
 from attnprobe.records import dtype_name
-from attnprobe.saving.files import DamagedError
 from attnprobe.saving.parsing import shown
+from attnprobe.saving.reading import DamagedError
 from attnprobe.saving.tensors import DTYPES, Store, taken
 
 NOT_SAVED = {"module", "parent", "lm"}

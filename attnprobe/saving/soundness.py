@@ -8,8 +8,8 @@ from torch import Tensor
 from attnprobe.biases import ByDistance, ByKey
 from attnprobe.masks import MaskRule
 from attnprobe.records import AttentionCall, Capture, Target
-from attnprobe.saving.files import DamagedError
 from attnprobe.saving.parsing import shown
+from attnprobe.saving.reading import DamagedError
 from attnprobe.terms import Terms
 from attnprobe.words import Words
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from attnprobe.errors import InputError
-from attnprobe.saving.files import DamagedError, filled
 from attnprobe.saving.parsing import parsed, shown
+from attnprobe.saving.reading import DamagedError, filled
 
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
