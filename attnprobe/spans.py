@@ -100,11 +100,10 @@ def _without_places(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> S
     added = tokenizer.added_tokens_decoder
     fast = getattr(tokenizer, "is_fast", False)
     special = set(tokenizer.all_special_ids) | {id_ for id_ in added if added[id_].special}
-    names: dict[int, str | None] = {}
-    for id_ in set(ids):
-        # A slow tokenizer may raise anything over an id that it does not know.
-        known = fast or id_ in added or id_ < tokenizer.vocab_size
-        names[id_] = tokenizer.convert_ids_to_tokens(id_) if known else None
+    # A slow tokenizer may raise anything over an id that it does not know.
+    known = [id_ for id_ in set(ids) if fast or id_ in added or id_ < tokenizer.vocab_size]
+    names: dict[int, str | None] = dict.fromkeys(ids)
+    names.update(zip(known, tokenizer.convert_ids_to_tokens(known), strict=True))
     nowhere = (False,) * len(ids)
     return Spans(
         text="",
@@ -161,15 +160,14 @@ def _mended(offsets: list[Span], tokens: Spans) -> tuple[Span, ...]:
     places = []
     reached = floor = 0
     for at, (start, stop) in enumerate(offsets):
-        name, special = tokens.names[at], tokens.special[at]
+        special = tokens.special[at]
         after = offsets[at + 1] if at + 1 < len(offsets) else (stop, stop)
         start = max(start, floor)
         stop = max(start, stop)
-        blank = not special and not name.strip(SPACE_MARKS + " ")
         if start == stop:
-            gap = text[reached:start]
-            start, stop = (reached, start) if blank and gap.isspace() else (reached, reached)
-        elif blank and start >= reached and after[0] < min(stop, after[1]):
+            blank = _blank(tokens, at) and text[reached:start].isspace()
+            start, stop = (reached, start) if blank else (reached, reached)
+        elif start >= reached and after[0] < min(stop, after[1]) and _blank(tokens, at):
             stop = start
         places.append((start, stop))
         reached = max(reached, stop)
@@ -178,11 +176,18 @@ def _mended(offsets: list[Span], tokens: Spans) -> tuple[Span, ...]:
     return tuple(places)
 
 
+def _blank(tokens: Spans, at: int) -> bool:
+    """Whether a token is of spaces alone, as the vocabulary writes them."""
+    return not tokens.special[at] and not tokens.names[at].strip(SPACE_MARKS + " ")
+
+
 def _bytes_apart(text: str, offsets: list[Span], names: tuple[str, ...]) -> list[Span]:
     """Give each byte token its own character.
 
     Unigram models with byte fallback give all byte tokens of a stretch the whole stretch.
     """
+    if not any(map(_BYTE.fullmatch, names)):
+        return offsets
     apart = list(offsets)
     first = 0
     for at in range(1, len(offsets) + 1):

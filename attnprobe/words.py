@@ -150,11 +150,12 @@ def read(
         return _bare(ids)
     placed = locate(tokenizer, ids, text)
     trimmed = [_trimmed(placed.text, place) for place in placed.places]
-    words = _words(placed, trimmed)
+    tokens = tuple(_token(placed, at, place) for at, place in enumerate(trimmed))
+    words = _words(placed, trimmed, tokens)
     end = max((word.span[1] for word in words if word.span[0] < word.span[1]), default=0)
     return Words(
         text=placed.text,
-        tokens=tuple(_token(placed, at, place) for at, place in enumerate(trimmed)),
+        tokens=tokens,
         shared=_shared(trimmed, placed),
         words=words,
         word_of=tuple(at for at, word in enumerate(words) for _ in word.tokens),
@@ -196,9 +197,11 @@ def _trimmed(text: str, place: Span) -> Span:
     """The place without the white space at its ends, unless there is nothing else."""
     start, stop = place
     held = text[start:stop]
-    if not held or held.isspace():
+    size = len(held.strip())
+    if not size or size == len(held):
         return place
-    return start + len(held) - len(held.lstrip()), stop - len(held) + len(held.rstrip())
+    start += len(held) - len(held.lstrip())
+    return start, start + size
 
 
 def _token(placed: Spans, at: int, place: Span) -> str:
@@ -226,7 +229,7 @@ def _shared(places: list[Span], placed: Spans) -> tuple[bool, ...]:
 # Words
 
 
-@dataclass
+@dataclass(slots=True)
 class _Group:
     """Tokens that will be one word, and the segments they reach over."""
 
@@ -237,7 +240,7 @@ class _Group:
     last: int = -1
 
 
-def _words(placed: Spans, places: list[Span]) -> tuple[Word, ...]:
+def _words(placed: Spans, places: list[Span], tokens: tuple[str, ...]) -> tuple[Word, ...]:
     segments = list(_segments(placed.text, places, placed.special))
     words = []
     end = 0
@@ -251,10 +254,9 @@ def _words(placed: Spans, places: list[Span]) -> tuple[Word, ...]:
         else:
             start, stop = places[group.tokens[0]][0], places[group.tokens[-1]][1]
         text = placed.text[start:stop]
-        shown = "".join(_token(placed, at, places[at]) for at in group.tokens)
+        label = visible(text) or "".join(tokens[at] for at in group.tokens)
         if group.kind == "special" and not text:
-            text = shown
-        label = visible(text) or shown
+            text = label
         space = ""
         if start < stop:
             space, end = placed.text[end:start], stop
@@ -271,7 +273,8 @@ def _segments(text: str, places: list[Span], special: tuple[bool, ...]) -> Itera
     begin = 0
     for start, stop in [*cuts, (len(text), len(text))]:
         for match in _SEGMENT.finditer(text[begin:start]):
-            yield begin + match.start(), begin + match.end()
+            left, right = match.span()
+            yield begin + left, begin + right
         begin = stop
 
 
@@ -288,7 +291,9 @@ def _groups(placed: Spans, places: list[Span], segments: list[Span]) -> list[_Gr
         group = _Group([at], "space" if blank else "word")
         if held:
             group.first = bisect_right(starts, start) - 1
-            group.last = bisect_right(starts, stop - 1) - 1
+            group.last = group.first  # as of most; looking it up takes a while
+            if stop > segments[group.first][1]:
+                group.last = bisect_right(starts, stop - 1) - 1
         _add(groups, group)
     return groups
 
