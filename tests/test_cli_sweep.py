@@ -141,7 +141,7 @@ def test_killed_it_goes_on_with_the_same_command(
             damaged.seek(-4000, os.SEEK_END)
             damaged.write(bytes(range(250)) * 16)
     result = run(*command)
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.stderr
     told = f"attnprobe: note: {out / 'parts' / '000000'} is damaged: "
     assert result.stderr.startswith(told if how is signal.SIGKILL else "")
     assert bool(result.stderr) == (how is signal.SIGKILL)

@@ -12,9 +12,9 @@ import torch
 import attnprobe
 from attnprobe.errors import InputError
 from attnprobe.records import LanguageModel, dtype_name
+from attnprobe.sweeping import shards
 from attnprobe.sweeping.folder import Folder
 from attnprobe.sweeping.measuring import Settings
-from attnprobe.sweeping.shards import PASSAGE, SHARD
 from attnprobe.sweeping.texts import STEP
 
 
@@ -43,8 +43,8 @@ def about_of(lm: LanguageModel, settings: Settings, field: str) -> dict[str, Any
             "pairs": settings.pairs,
             "verify": settings.every,
             "field": field,
-            "passage_characters": PASSAGE,
-            "shard_characters": SHARD,
+            "passage_characters": shards.PASSAGE,
+            "shard_characters": shards.SHARD,
             "padded_to_a_multiple_of": STEP,
         },
         "seeds": {},  # nothing is drawn at random
