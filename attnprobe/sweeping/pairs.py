@@ -16,7 +16,7 @@ import numpy as np
 
 from attnprobe.sweeping.texts import Text
 
-MERGED = 2**18
+MERGED = 2**20
 """How many rows of the shards' counts to merge at a time: beyond it, a part of the words is."""
 
 _SHIFT = np.int64(32)
@@ -67,7 +67,7 @@ class PairCounter:
         from pyarrow import parquet
 
         read = pa.array(list(self._numbers), pa.string())
-        with parquet.ParquetWriter(file, _schema(), compression="zstd") as writer:
+        with parquet.ParquetWriter(file, _schema(), compression="lz4") as writer:
             for layer, found in sorted(self._found.items()):
                 for head, column in enumerate(np.concatenate(found).T):
                     pairs, counts = np.unique(column[column != _NONE], return_counts=True)
@@ -106,7 +106,7 @@ def most_frequent(files: Sequence[Path], top: int, left_out: set[int]) -> Any:
     import pyarrow as pa
     from pyarrow import parquet
 
-    opened = [parquet.ParquetFile(file, read_dictionary=["query"]) for file in files]
+    opened = [parquet.ParquetFile(file, read_dictionary=["query", "key"]) for file in files]
     try:
         groups: dict[Place, list[tuple[Any, int]]] = {}
         for file in opened:
@@ -134,32 +134,46 @@ def _of_head(place: Place, groups: list[tuple[Any, int]], top: int) -> Any:
 
     rows = sum(file.metadata.row_group(group).num_rows for file, group in groups)
     parts = -(-rows // MERGED)
-    best = None
+    best = _schema().empty_table().select(["query", "key", "count"])
     for part in range(parts):
         some = pa.concat_tables(_part(file, group, part, parts) for file, group in groups)
-        summed = some.group_by(["query", "key"]).aggregate([("count", "sum")])
-        summed = summed.rename_columns({"count_sum": "count"})
-        best = summed if best is None else pa.concat_tables([best, summed])
+        best = pa.concat_tables([best, _summed(some, top)])
         # Ties go by the words, so that the same are kept whatever the order of merging.
         order = [("count", "descending"), ("query", "ascending"), ("key", "ascending")]
         best = best.sort_by(order)[:top]
-    assert best is not None
     layer, head = (pa.repeat(pa.scalar(one, pa.int32()), len(best)) for one in place)
     columns = [layer, head, *(best[name].combine_chunks() for name in ("query", "key", "count"))]
     return pa.table(columns, schema=_schema())
+
+
+def _summed(some: Any, top: int) -> Any:
+    """The counts of equal pairs added up: the `top` largest, and those that are as large."""
+    import pyarrow as pa
+
+    some = some.unify_dictionaries()
+    query, key = (some[name].combine_chunks() for name in ("query", "key"))
+    codes = pa.table([query.indices, key.indices, some["count"]], ["query", "key", "count"])
+    summed = codes.group_by(["query", "key"]).aggregate([("count", "sum")])
+    count = summed["count_sum"].to_numpy()
+    if len(count) > top:
+        large = pa.array(count >= np.partition(count, -top)[-top])
+        summed = summed.filter(large)
+    words = [query.dictionary.take(summed["query"]), key.dictionary.take(summed["key"])]
+    return pa.table([*words, summed["count_sum"]], ["query", "key", "count"])
 
 
 def _part(file: Any, group: int, part: int, parts: int) -> Any:
     """The pairs of a row group whose query word belongs to this part of the words."""
     import pyarrow as pa
 
-    found = file.read_row_group(group, columns=["query", "key", "count"])
+    # One thread: for so few rows, starting others takes longer than reading.
+    columns = ["query", "key", "count"]
+    found = file.read_row_group(group, columns=columns, use_threads=False)
     if parts > 1:
         query = found["query"].combine_chunks()
         own = np.array([_bucket(word) % parts == part for word in query.dictionary.to_pylist()])
         found = found.filter(pa.array(own[query.indices.to_numpy()]))
-    plain = found["query"].cast(pa.string())
-    return found.set_column(0, "query", plain)
+    return found
 
 
 def _bucket(word: str) -> int:
