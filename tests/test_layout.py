@@ -79,6 +79,7 @@ ORDER = [
     "sweeping.shards",
     "sweeping.texts",
     "sweeping.plans",
+    "sweeping.skewed",
     "sweeping.rows",
     "sweeping.tallies",
     "sweeping.pairs",

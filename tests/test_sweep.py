@@ -37,7 +37,8 @@ from transformers import (
 
 import attnprobe as ap
 from attnprobe.heads import BASIC, COUNTED, MASSES
-from attnprobe.sweeping import folder, pairs, shards
+from attnprobe.masks import disagreement
+from attnprobe.sweeping import folder, pairs, rows, shards
 from attnprobe.sweeping.frames import quantile
 from attnprobe.sweeping.shards import Passage, passages
 from attnprobe.sweeping.sources import Document
@@ -173,6 +174,21 @@ def test_the_means_are_those_of_head_stats(name: str, tokenizer: Any, tmp_path: 
         close(found.heads[column], wanted[column])
         if column.removeprefix("value_") != "next" and not wanted[column].isna().all():
             assert wanted[column].std() > 1e-3, column
+
+
+def test_layers_of_unlike_head_counts_are_each_cut_into_their_own_tiles(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = causal()
+    attention = model.transformer.h[1].attn
+    attention.num_heads, attention.head_dim, attention.scaling = 2, 30, 30**-0.5
+    monkeypatch.setattr(rows, "TILE", 4 * rows.ROWS * 32 * 2)  # 1 text of layer 0, 4 of layer 1
+    found = ap.sweep((model, tokenizer), TEXTS[:3] * 2, tmp_path / "out", value=True)
+    wanted = ap.head_stats(ap.capture((model, tokenizer), TEXTS[:3] * 2))
+    assert found.manifest["left_out"] == {}
+    assert found.heads.groupby("layer").size().tolist() == [6, 2]
+    for column in (*BASIC, *MASSES, *(f"value_{mass}" for mass in MASSES)):
+        close(found.heads[column], wanted[column])
 
 
 def class_of(words: Any, at: int) -> str:
@@ -850,6 +866,20 @@ def test_a_layer_whose_mask_is_another_is_left_out(
     assert found.manifest["left_out"].keys() == {"layer 1"}
     assert "mask entries differ" in found.manifest["left_out"]["layer 1"]
     assert set(found.heads["layer"]) == {0}
+
+
+def test_a_mask_that_layers_share_is_compared_once(
+    lm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+
+    def counted(passed: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+        compared.append(passed)
+        return disagreement(passed, allowed)
+
+    monkeypatch.setattr("attnprobe.checking.basis.disagreement", counted)
+    ap.sweep(lm, TEXTS[:1], tmp_path / "out")  # two layers
+    assert len(compared) == 1
 
 
 # Damaged folders

@@ -370,7 +370,10 @@ class Interception:
 
 
 def _detached(given: Any) -> Tensor | None:
-    return given.detach() if isinstance(given, Tensor) else None
+    """A tensor without its history: itself where it has none, so that layers share their mask."""
+    if not isinstance(given, Tensor):
+        return None
+    return given.detach() if given.requires_grad else given
 
 
 def _gone_by(cache: Cache) -> int:

@@ -76,6 +76,19 @@ class Reading:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """The pairs of a query and an equal key, or the one after it, in a tile.
+
+    Attributes:
+        places: the texts, rows and keys, counted from the tile's first, (pairs,) each.
+        rows: the rows, counted through the batch, (pairs,).
+    """
+
+    places: tuple[Tensor, Tensor, Tensor]
+    rows: Tensor
+
+
 class Plan:
     """A batch under one mask.
 
@@ -97,7 +110,7 @@ class Plan:
         self._allowed = allowed & reading.real[:, None, :, None]  # (B, H or 1, T, T)
         self.open = self._allowed.sum(-1)
         self._added: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._copies: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._copies: dict[tuple[int, ...], dict[str, Copies]] = {}
 
     def reach(self, stop: int) -> int:
         """How many keys the rows before `stop` can see at most."""
@@ -115,16 +128,21 @@ class Plan:
             self._added[start, dtype] = added.masked_fill_(~allowed, HIDDEN)
         return first, self._added[start, dtype]
 
-    def copies(self, texts: slice, start: int, stop: int) -> dict[str, Tensor]:
-        """`Reading.copies` of some texts and rows, counted from the first of them."""
-        if (texts.start, start) not in self._copies:
-            first = torch.tensor([[texts.start], [start], [0]], device=self.open.device)
-            last = torch.tensor([[texts.stop], [stop], [self.length]], device=self.open.device)
-            self._copies[texts.start, start] = {
-                kind: pairs[:, ((pairs >= first) & (pairs < last)).all(0)] - first
+    def copies(self, texts: slice, start: int, stop: int) -> dict[str, Copies]:
+        """`Reading.copies` of some texts and rows."""
+        where = (texts.start, texts.stop, start, stop)
+        if where not in self._copies:
+            self._copies[where] = {
+                kind: self._within(pairs, texts, start, stop)
                 for kind, pairs in self.reading.copies.items()
             }
-        return self._copies[texts.start, start]
+        return self._copies[where]
+
+    def _within(self, pairs: Tensor, texts: slice, start: int, stop: int) -> Copies:
+        text, row, key = pairs
+        here = (texts.start <= text) & (text < texts.stop) & (start <= row) & (row < stop)
+        text, row, key = text[here], row[here], key[here]
+        return Copies((text - texts.start, row - start, key), text * self.length + row)
 
     @cached_property
     def counted(self) -> Tensor:

@@ -38,13 +38,13 @@ def edges(name: str, limit: int) -> np.ndarray:
 
 
 def _binned(values: Tensor, counted: Tensor, limit: int) -> Tensor:
-    """The number of each value's bin, and `BINS` where it does not count: (S, B, H, T) float64."""
+    """The number of each value's bin, and `BINS` where it does not count: (S, B, H, T) int64."""
     top = math.log(max(limit, 2))
     scaled = values.clone()
     scaled[BASIC.index("entropy")] /= top
     far = [at for at, name in enumerate(BASIC) if name.startswith("distance")]
     scaled[far] = scaled[far].log1p() / top
-    return (scaled * BINS).long().clamp_(0, BINS - 1).masked_fill_(~counted, BINS)
+    return scaled.mul_(BINS).long().clamp_(0, BINS - 1).masked_fill_(~counted, BINS)
 
 
 @dataclass(eq=False)
