@@ -153,7 +153,6 @@ class Interception:
         kept = [one in still for one in self.running]
         self.frames = [one for one, keep in zip(self.frames, kept, strict=True) if keep]
         self.running = [one for one, keep in zip(self.running, kept, strict=True) if keep]
-        self.made = {}
         self.inside = [one for one in self.inside if one.module in still]
         self.prepared = {}
         self.following.close()
