@@ -439,11 +439,12 @@ def test_one_large_row_of_the_unembedding_is_no_mismatch(gpt2, scale):
 
 def test_autocast_is_refused(gpt2):
     model = gpt2()
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(ap.InputError, match="autocast is on"),
-    ):
-        ap.capture(model, TEXTS)
+    for run in (ap.capture, ap.term_effects):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(ap.InputError, match="autocast is on"),
+        ):
+            run(model, TEXTS)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad(), ap.probe(model) as calls:
         model(torch.tensor(TEXTS[:1]))
     assert "autocast" in calls[0].unheld[0]
