@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from attnprobe.hooks import watched
 from attnprobe.keeping import Keeper
 from attnprobe.loading.amounts import need_forward
 from attnprobe.loading.encoding import Batch, encode
-from attnprobe.models import as_language_model, device_of
+from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, Capture, LanguageModel, dtype_name
 
 Texts = str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]]
@@ -92,7 +93,7 @@ def run(
     """As `forward`, on what `encoded` gives once the model is known to be one to watch; `need` is
     given to `need_forward`."""
     model = lm.model
-    refuse_random(model)
+    refuse_dropout(model)
     seen = 0
 
     def take_finite(call: AttentionCall) -> None:
@@ -103,6 +104,7 @@ def run(
 
     with torch.no_grad(), watched(model, take_finite) as calls:
         batch = encoded()
+        refuse_autocast(batch.inputs["input_ids"].device)
         rows = batch.padding if batch.target is None else batch.target.padding
         need_forward(model, batch.inputs, **need)
         returned = model(**batch.inputs)
@@ -146,29 +148,31 @@ def output_of(outputs: Any, model: nn.Module, padding: Tensor) -> Tensor:
     )
 
 
-def refuse_random(model: nn.Module) -> None:
-    """Refuse a forward that would be random, or cast unseen.
+def refuse_dropout(model: nn.Module) -> None:
+    """Refuse a forward that would be random.
 
     Raises:
-        InputError: a model in train mode with dropout; autocast.
+        InputError: a model in train mode with dropout.
     """
-    _refuse_dropout(model)
-    _refuse_autocast(model)
-
-
-def _refuse_dropout(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        if not module.training:
+            continue
         rate = module.p if isinstance(module, nn.Dropout) else 0.0
         rate = rate or getattr(module, "attention_dropout", 0.0)
-        if module.training and isinstance(rate, float) and rate > 0:
+        if isinstance(rate, float) and rate > 0:
             raise InputError(
                 f"the model is in train mode with dropout {rate} at {name}: its attention would "
                 "be random. Call model.eval() first"
             )
 
 
-def _refuse_autocast(model: nn.Module) -> None:
-    if torch.is_autocast_enabled(device_of(model).type):
+def refuse_autocast(device: torch.device) -> None:
+    """Refuse a forward that would be cast, unseen, on the device of its inputs.
+
+    Raises:
+        InputError: autocast is on there.
+    """
+    if torch.is_autocast_enabled(device.type):
         raise InputError(
             "autocast is on: kernels would cast what they are given, unseen. Capture outside of "
             "it, with the model loaded in the dtype you want"
@@ -196,7 +200,7 @@ def _finite(tensor: Tensor) -> bool:
     """True if every number is surely finite. NaN and infinity pass on into any sum, and one sum
     costs a tenth of looking at each number; a sum may overflow by itself, though."""
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    return bool(torch.isfinite(tensor.sum(dtype=wide)))
+    return math.isfinite(tensor.sum(dtype=wide))
 
 
 def nonfinite(lm: LanguageModel, where: str, dtype: torch.dtype) -> NonFiniteError:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,9 +26,7 @@ from attnprobe.memory import need
 from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, Calls, UnseenAttention
 from attnprobe.seam.inspecting import (
-    asks_for_kernel,
     computes_softmax,
-    forward_of,
     torchs_attention,
 )
 from attnprobe.seam.interception import Handler, Interception, KernelOutput
@@ -103,7 +101,6 @@ def watched(
         model: the model.
         take: gets each call when it is complete, while the model runs on, and none is kept then.
     """
-    _refuse_compiled(model)
     calls = Calls()
     places: list[tuple[nn.Module, int]] = []  # calls whose module has not returned yet
 
@@ -167,17 +164,16 @@ def replaced(
     Yields:
         A list that fills with the attention that could not be seen, and ran as it was.
     """
-    _refuse_compiled(model)
     interception = Interception(model, handle, replaces=True, patch=patch)
     with _intercept(interception):
         yield interception.unseen
     interception.refuse_elsewhere()
 
 
-def _refuse_compiled(model: nn.Module) -> None:
+def _refuse_compiled(names: Mapping[nn.Module, str]) -> None:
     """Refuse what torch.compile made: compiled earlier, it runs past hooks and seam, unseen."""
-    for name, module in model.named_modules():
-        called = module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+    for module, name in names.items():
+        called = module._compiled_call_impl is not None or "_orig_mod" in module._modules
         if called or _is_compiled(module.forward):
             raise ModelError(
                 f"{name or 'the model'} is compiled by torch.compile: compiled code runs past what "
@@ -195,6 +191,7 @@ def _is_compiled(function: Callable[..., Any]) -> bool:
 @contextmanager
 def _intercept(interception: Interception) -> Iterator[None]:
     """Hook the model and open the seam; both are as before when the block ends, however it ends."""
+    _refuse_compiled(interception.names)
     with ExitStack() as stack:  # the last word, should Ctrl-C come between the lines below
         try:
             with uninterrupted():
@@ -214,7 +211,7 @@ def _hook(interception: Interception, stack: ExitStack) -> None:
     for module in interception.names:
         if isinstance(module, PreTrainedModel) or module is interception.model:
             enter, leave = interception.enter_model, interception.leave_model
-        elif asks_for_kernel(forward_of(type(module))) or module in torchs_own:
+        elif module in interception.asking or module in torchs_own:
             enter, leave = interception.enter_attention, interception.leave_attention
         elif computes_softmax(type(module)):  # type: ignore[arg-type]
             enter, leave = interception.enter_own, interception.leave_own
@@ -337,5 +334,6 @@ def _watched_kernel(
         run = functools.partial(one.handle, call, run)
     with ExitStack() as stack:
         for one in concerned:
-            stack.enter_context(one.following.paused())
+            if one.follows:
+                stack.enter_context(one.following.paused())
         return run()

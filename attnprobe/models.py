@@ -140,7 +140,9 @@ def device_of(model: nn.Module) -> torch.device:
     Raises:
         ModelError: weights on "meta" that nothing brings back.
     """
-    devices = [weight.device for weight in model.parameters()]
+    # model.parameters() also looks for those that are shared, which takes longer than all of this.
+    weights = (weight for module in model.modules() for weight in module._parameters.values())
+    devices = [weight.device for weight in weights if weight is not None]
     here = [device for device in devices if device.type != "meta"]
     away = len(here) < len(devices)
     if away and not any(hasattr(module, "_hf_hook") for module in model.modules()):

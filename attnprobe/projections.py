@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -83,11 +82,12 @@ def projected(call: AttentionCall) -> dict[str, Bounded] | str:
     result = {}
     parts: dict[str, Bounded] = {}  # what each layer gives: one may give query, key and value
     for name in PARTS:
-        part, rows = _rows(call, layout, name)
-        if part not in parts:
-            weight, bias = _weights_at(call, getattr(call.module, part))
-            parts[part] = linear(x, weight, bias, call.layer_rounding)  # (B, T, F)
-        made = _by_head(parts[part][0], rows), _by_head(parts[part][1], rows)
+        place = _place(call, layout, name)
+        if place.part not in parts:
+            weight, bias = _weights_at(call, getattr(call.module, place.part))
+            parts[place.part] = linear(x, weight, bias, call.layer_rounding)  # (B, T, F)
+        given, bound = parts[place.part]
+        made = place.by_head(given), place.by_head(bound)
         if family.norm and name != "value":
             weight, eps = _norm(call, family, name)
             made = rms_norm(made, weight, eps, call.layer_rounding)
@@ -135,13 +135,14 @@ def source(call: AttentionCall, name: str, head: int) -> str:
     if isinstance(found, str) or not found[1].known:
         return f"what the kernel got from {call.name}"
     layout, family = found
-    part, rows = _rows(call, layout, name)
-    own = head // (call.heads // len(rows))
-    layer = getattr(call.module, part)
-    span = f"{int(rows[own, 0])}:{int(rows[own, -1]) + 1}"  # they stand one after the other
+    place = _place(call, layout, name)
+    own = head // (call.heads // place.heads)
+    layer = getattr(call.module, place.part)
+    first = place.first + own * place.step
+    span = f"{first}:{first + place.size}"
     product, span = ("X·W", f":, {span}") if isinstance(layer, Conv1D) else ("X·Wᵀ", span)
     words = [f"{product}{'' if layer.bias is None else ' + b'}"]
-    words.append(f"head {own}: {call.name}.{part}.weight[{span}]")
+    words.append(f"head {own}: {call.name}.{place.part}.weight[{span}]")
     if family.norm and name != "value":
         words.append(f"then its RMS norm, {_norm_name(name)}")
     if family.pairs and name != "value":
@@ -199,8 +200,8 @@ def _found(call: AttentionCall) -> tuple[Layout, Family] | str:
         return "the projections of cross-attention are not known"
     sizes: dict[str, int] = {}  # how many numbers each layer gives
     for name in PARTS:
-        part, rows = _rows(call, layout, name)
-        sizes[part] = max(sizes.get(part, 0), int(rows.max()) + 1)
+        place = _place(call, layout, name)
+        sizes[place.part] = max(sizes.get(place.part, 0), place.stop)
     for part, size in sizes.items():
         reason = unlike(f"{call.name}.{part}", getattr(call.module, part), out=size)
         if reason:
@@ -255,20 +256,39 @@ def _unknown_norm(call: AttentionCall, family: Family) -> str:
     return ""
 
 
-def _rows(call: AttentionCall, layout: Layout, name: str) -> tuple[str, Tensor]:
-    """The layer that gives query, key or value, and which of its outputs, (heads, D) int64."""
+@dataclass(frozen=True)
+class _Place:
+    """Where query, key or value comes from: the layer `part`, of whose outputs head h's are the
+    `size` from `first` + h·`step` on."""
+
+    part: str
+    heads: int
+    size: int
+    first: int
+    step: int
+
+    @property
+    def stop(self) -> int:
+        """How many outputs there are up to the last of these."""
+        return self.first + (self.heads - 1) * self.step + self.size
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """(B, T, F) -> (B, heads, T, D): of a layer's outputs those of each head."""
+        own = x[..., self.first : self.stop]
+        return own.unfold(-1, self.size, self.step).transpose(1, 2)
+
+
+def _place(call: AttentionCall, layout: Layout, name: str) -> _Place:
     sizes = [(_own_heads(call, layout, part), getattr(call, part).shape[3]) for part in PARTS]
     at = PARTS.index(name)
     heads, size = sizes[at]
+    if len(layout.inputs) > 1:
+        return _Place(layout.inputs[at], heads, size, 0, size)
+    part = layout.inputs[0]
     if layout.by_head:
-        first = torch.arange(heads)[:, None] * sum(size for _, size in sizes)
-        first = first + sum(size for _, size in sizes[:at])
-    else:
-        first = torch.arange(heads)[:, None] * size
-        if len(layout.inputs) == 1:
-            first = first + sum(heads * size for heads, size in sizes[:at])
-    part = layout.inputs[0] if len(layout.inputs) == 1 else layout.inputs[at]
-    return part, first + torch.arange(size)  # (heads, D)
+        step = sum(size for _, size in sizes)
+        return _Place(part, heads, size, sum(size for _, size in sizes[:at]), step)
+    return _Place(part, heads, size, sum(heads * size for heads, size in sizes[:at]), size)
 
 
 def _own_heads(call: AttentionCall, layout: Layout, name: str) -> int:
@@ -282,15 +302,6 @@ def _own_heads(call: AttentionCall, layout: Layout, name: str) -> int:
         return int(seen)
     made = layer.out_features // size
     return int(made if made and seen % made == 0 else seen)
-
-
-def _by_head(x: Tensor, rows: Tensor) -> Tensor:
-    """(B, T, F) -> (B, heads, T, D): of a layer's outputs those of each head."""
-    heads, size = rows.shape
-    first, last = int(rows[0, 0]), int(rows[-1, -1]) + 1
-    if last - first == heads * size:  # they stand one after the other
-        return x[..., first:last].view(*x.shape[:-1], heads, size).transpose(1, 2)
-    return x[..., rows.to(x.device)].transpose(1, 2)
 
 
 def weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:

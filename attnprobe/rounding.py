@@ -248,9 +248,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: Arithmetic)
         The product and the bound, both (..., F). The bound charges γ(E + 2) for the sum and two
         roundings of the stored result: after the product and after the bias.
     """
-    x, weight = x.double(), weight.double()
+    x, weight = x.double(), weight.to(torch.float64, copy=True)
     y = x @ weight
-    rows, columns = x.norm(dim=-1, keepdim=True), weight.norm(dim=0)  # (..., 1), (F,)
+    rows = x.norm(dim=-1, keepdim=True)  # (..., 1)
+    columns = weight.square_().sum(0).sqrt()  # (F,): as norm(dim=0), which takes longer than both
     addend = torch.zeros_like(columns)
     if bias is not None:
         y += bias

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attnprobe.formula import scores, softmax, tiles
 from attnprobe.masks import MaskRule
 from attnprobe.outputs import attention
-from attnprobe.rounding import arithmetic, gamma, linear
+from attnprobe.rounding import arithmetic, gamma, linear, unit_roundoff
 from attnprobe.terms import Terms
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -213,6 +213,24 @@ def test_linear_and_its_bound(dtype):
     assert bool(((got - y).abs() <= bound).all())
     without_bias = x.double() @ weight.double()
     assert bool(((without_bias - y).abs() > bound).any())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linears_bound_is_of_its_norms_and_its_weights_stay(dtype):
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((2, 5, 37), (37, 23), (23,)))
+    by_column, r = weight.T.contiguous().T, arithmetic(dtype, "")
+    kept = weight.clone()
+    for held in (weight, by_column):  # as Conv1D and as Linear hold it
+        _, bound = linear(x, held, bias, r)
+        assert torch.equal(held, kept)
+        columns = np.linalg.norm(weight.double().numpy(), axis=0)
+        rows = np.linalg.norm(x.double().numpy(), axis=-1, keepdims=True)
+        stored = gamma(2, r.storage)
+        sized = (1 + stored) * gamma(39, r.accumulate + unit_roundoff(torch.float64)) + stored
+        expected = sized * (rows * columns + bias.double().abs().numpy())
+        atol = 1e-6 if dtype == torch.float16 else 1e-30  # what is flushed to zero
+        np.testing.assert_allclose(bound.numpy(), expected, rtol=1e-12, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -245,6 +245,23 @@ def test_gpt2s_own_scaling_options(gpt2):
     assert ap.verify(cap).passed
 
 
+def test_what_is_known_of_a_forward_is_of_that_forward(gpt2):
+    model = gpt2()
+    padding = torch.ones_like(IDS)
+    padding[0, :2] = 0
+    with ap.probe(model) as calls:
+        model(IDS)
+        model.config.scale_attn_by_inverse_layer_idx = True
+        model(IDS, attention_mask=padding)
+        model(IDS[:, :3])
+    before, after = calls[2], calls[5]
+    assert after.expected_scaling == before.expected_scaling / 3
+    assert before.expected_mask.padding is None
+    assert after.expected_mask.padding.equal(padding.bool())
+    assert calls[8].expected_mask.padding is None
+    assert [one.position_ids.shape[1] for one in (before, calls[8])] == [IDS.shape[1], 3]
+
+
 def test_train_mode_with_dropout_is_refused(gpt2):
     model = gpt2().train()
     with pytest.raises(ap.InputError, match=r"train mode with dropout 0\.1.*model\.eval\(\)"):

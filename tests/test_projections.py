@@ -764,7 +764,7 @@ def test_words_for_where_a_tensor_comes_from(kind, name, head, words):
 
 def test_the_coarsest_frequencies_of_a_model_count():
     model = nn.ModuleList([nn.Module(), nn.Module(), nn.Module()])
-    assert facts.frequency_dtype(model) == torch.float32
+    assert facts.frequency_dtype(model.modules()) == torch.float32
     for one, name, dtype in zip(
         model,
         ("inv_freq", "sliding_attention_inv_freq", "original_inv_freq"),
@@ -772,7 +772,7 @@ def test_the_coarsest_frequencies_of_a_model_count():
         strict=True,
     ):
         one.register_buffer(name, torch.ones(3, dtype=dtype))
-    assert facts.frequency_dtype(model) == torch.float16
+    assert facts.frequency_dtype(model.modules()) == torch.float16
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from samples import IDS, mistral
 from transformers import BartConfig, BartForConditionalGeneration
 
 import attnprobe as ap
-from attnprobe.checking import checks
+from attnprobe.checking import checks, logits
 from attnprobe.checking.report import COLUMNS, Row, VerificationReport
 from attnprobe.verification import CHECKS
 
@@ -180,6 +180,21 @@ def test_logits_of_a_model_with_another_attention(gpt2):
     again = ap.capture(cap.lm, TEXTS)
     found = mismatches(ap.verify(again, checks=["logits"]))
     assert {check for check, *_ in found} == {"logits"}
+
+
+def test_how_far_three_outputs_spread_equals_plain_numpy():
+    """Blocks of tokens without padding, with some, and with nothing else."""
+    torch.manual_seed(0)
+    given, own, moved = torch.randn(3, 2, 20, 31) * 1e-3 + torch.randn(2, 20, 31) + 50
+    padding = torch.ones(2, 20, dtype=torch.bool)
+    padding[1, 3:] = False
+    found = logits._spread(given, own, moved, padding)
+    g, o, m = (one[padding].double().numpy() for one in (given, own, moved))
+    square = (m - o) ** 2
+    spread = np.sqrt(np.maximum(square.mean(0), square.mean(-1).max()))
+    np.testing.assert_allclose(found.error.numpy(), np.abs(g - o).max(0), rtol=1e-12)
+    np.testing.assert_allclose(found.spread.numpy(), spread, rtol=1e-12)
+    np.testing.assert_allclose(found.scale, o.std(-1, ddof=1).min(), rtol=1e-9)
 
 
 def test_logits_are_not_checked_without_a_model(gpt2):
@@ -424,11 +439,12 @@ def test_one_large_row_of_the_unembedding_is_no_mismatch(gpt2, scale):
 
 def test_autocast_is_refused(gpt2):
     model = gpt2()
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(ap.InputError, match="autocast is on"),
-    ):
-        ap.capture(model, TEXTS)
+    for run in (ap.capture, ap.term_effects):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(ap.InputError, match="autocast is on"),
+        ):
+            run(model, TEXTS)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad(), ap.probe(model) as calls:
         model(torch.tensor(TEXTS[:1]))
     assert "autocast" in calls[0].unheld[0]

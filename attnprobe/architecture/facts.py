@@ -8,6 +8,8 @@ are what is checked.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,6 +43,24 @@ UNSCALED = frozenset(
 """Types that leave out 1/√d_k: T5's weights are initialized for it, Gemma's q and k have norms."""
 
 
+class Config:
+    """A config, of which each attribute is looked up once: transformers' own way to look one up
+    takes so long that the facts of a layer would take as long as all else that is seen of it."""
+
+    def __init__(self, config: Any) -> None:
+        self.of = config
+        self._missing: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:  # of what is not among this object's own yet
+        if name not in self._missing:
+            try:
+                vars(self)[name] = found = getattr(self.of, name)
+                return found
+            except AttributeError:
+                self._missing.add(name)
+        raise AttributeError(name)
+
+
 def index_of(module: nn.Module, order: int) -> int:
     """Which layer of the model a module is: what it says itself, else its place in the order of
     calls. In a hybrid the two differ, and where layers run several times."""
@@ -58,7 +78,7 @@ def config_of(module: nn.Module, config: Any, index: int) -> Any:
 def expected_scaling(config: Any, head_size: int, index: int) -> float:
     """The factor on q·k: 1/√d_k, unless the config or its type says otherwise."""
     kind = getattr(config, "model_type", None)
-    if kind in SCALED_BEFOREHAND | UNSCALED:
+    if kind in SCALED_BEFOREHAND or kind in UNSCALED:
         return 1.0
     if kind == "inkling_text":
         return 1 / head_size
@@ -191,15 +211,17 @@ def positions(frames: list[dict[str, Any]], batch: int, queries: int) -> Tensor 
     return torch.arange(first, first + queries)[None]
 
 
-def frequency_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype in which a model holds its rotary frequencies; float32 if it holds none.
+def frequency_dtype(modules: Iterable[nn.Module]) -> torch.dtype:
+    """The dtype in which a model's modules hold rotary frequencies; float32 if they hold none.
 
     `from_pretrained(dtype=…)` keeps them in float32; `model.to(dtype)` rounds them too.
     """
     held = [
         buffer.dtype
-        for name, buffer in model.named_buffers()
+        for module in modules
+        for name, buffer in module._buffers.items()
         if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
+        if buffer is not None
     ]
     return max(held, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
@@ -235,32 +257,38 @@ def _fits(padding: Any, batch: int, keys: int) -> bool:
     return padding.dim() == 2 and padding.shape[0] == batch and padding.shape[1] >= keys
 
 
-def mask_rule(
-    module: nn.Module,
-    config: Any,
-    index: int,
-    kind: str,
-    shape: tuple[int, int, int],
-    frames: list[dict[str, Any]],
-) -> MaskRule | None:
-    """M's rule for one call, or None where the inputs do not say it: a mask of more than two axes,
-    several documents packed into one text, a layer that was run outside of its model.
+@dataclass(frozen=True, eq=False)
+class Standing:
+    """Where the tokens of a call stand among its keys.
+
+    Attributes:
+        padding: (B, S) bool, True where a token stands; None where nothing is padded.
+        gone: how many tokens have left a cache that slides.
+        offset: how many keys stand before the first query.
+    """
+
+    padding: Tensor | None
+    gone: int
+    offset: int
+
+
+def standing(
+    frames: list[dict[str, Any]], kind: str, shape: tuple[int, int, int]
+) -> Standing | None:
+    """Where a call's tokens stand, or None where the inputs do not say it: a mask of more than two
+    axes, several documents packed into one text, a layer that was run outside of its model.
 
     Args:
-        module: the attention module.
-        config: its config, or the model's.
-        index: which layer of the model it is (see `index_of`).
-        kind: "self" or "cross".
-        shape: (B, T, S).
         frames: the arguments of the models that are running, the outermost first, with `past`: how
             many tokens a cache held before this forward.
+        kind: "self" or "cross".
+        shape: (B, T, S).
     """
     batch, queries, keys = shape
     if not frames or _packs_documents(frames):
         return None
     if kind == "self" and not _of_tokens(frames[-1], queries):
         return None
-    # How many tokens have left a cache that slides.
     gone = 0 if kind == "cross" else max(past(frames) + queries - keys, 0)
     padding = _padding_of(frames, kind, batch, gone + keys)
     if padding is not None:
@@ -269,17 +297,41 @@ def mask_rule(
         padding = padding[:, gone : gone + keys].bool()
         if padding.all():
             padding = None  # of which no mask need be made
+    return Standing(padding, gone, 0 if kind == "cross" else first_key(shape, frames))
+
+
+def mask_rule(
+    module: nn.Module,
+    config: Any,
+    index: int,
+    kind: str,
+    shape: tuple[int, int, int],
+    stand: Standing | None,
+) -> MaskRule | None:
+    """M's rule for one call, or None where the inputs do not say it.
+
+    Args:
+        module: the attention module.
+        config: its config, or the model's.
+        index: which layer of the model it is (see `index_of`).
+        kind: "self" or "cross".
+        shape: (B, T, S).
+        stand: where its tokens stand, if that is known.
+    """
+    _, queries, keys = shape
+    if stand is None:
+        return None
     if kind == "cross":
-        return MaskRule(queries, keys, causal=False, padding=padding)
+        return MaskRule(queries, keys, causal=False, padding=stand.padding)
     causal = is_causal(config, module)
     limits = reach(config, index, causal)
-    if gone and "chunk" in limits:  # chunks are counted from a token that is gone
+    if stand.gone and "chunk" in limits:  # chunks are counted from a token that is gone
         return None
     return MaskRule(
         queries,
         keys,
         causal=causal,
-        padding=padding,
-        offset=first_key(shape, frames),
+        padding=stand.padding,
+        offset=stand.offset,
         **limits,
     )

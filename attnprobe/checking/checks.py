@@ -8,7 +8,7 @@ handed its kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -39,26 +39,32 @@ def _projection(call: AttentionCall) -> list[Row]:
         first = 0 if name == "query" else call.first_key
         got = getattr(call, name)[:, :, first : first + want.shape[2]]
         if got.shape[1] > want.shape[1]:  # the model repeats its key heads before the kernel
-            served = got.shape[1] // want.shape[1]
-            want, bound = (one.repeat_interleave(served, 1) for one in (want, bound))
+            want, bound = _for_heads(got.shape[1], want, bound)
         if got.shape != want.shape:
             reason = f"this forward's own {name} is not found among {getattr(call, name).shape[2]}"
             return [Row("projection", call.layer, None, reason=reason)]
-        repeats = call.heads // got.shape[1]
-        error = (got.double() - want).abs().repeat_interleave(repeats, 1)
-        worst.update(error, bound.repeat_interleave(repeats, 1))
+        error = (got.double() - want).abs_()
+        error, bound = _for_heads(call.heads, error, bound)
+        worst.update(error, bound)
     return _settled(worst.rows("projection", call), call)
+
+
+def _for_heads(heads: int, *given: Tensor) -> Iterator[Tensor]:
+    """Of (B, h, …), each of the h repeated for the heads it serves: (B, heads, …)."""
+    for one in given:
+        served = heads // one.shape[1]
+        yield one if served == 1 else one.repeat_interleave(served, 1)
 
 
 def _settled(rows: list[Row], call: AttentionCall) -> list[Row]:
     """The rows of `projection` or `merge`; of a class that is not known, none is a mismatch, and
     no projection that went through a cache that rounds it."""
+    if not any(row.verdict == "mismatch" for row in rows):
+        return rows
     reason = unsure(call)
     if rows[0].check == "projection" and call.cache is not None:
         reason = reason or call.cache.inexact
-    if reason and any(row.verdict == "mismatch" for row in rows):
-        return [Row(rows[0].check, call.layer, None, reason=reason)]
-    return rows
+    return [Row(rows[0].check, call.layer, None, reason=reason)] if reason else rows
 
 
 def _mask(call: AttentionCall) -> list[Row]:
@@ -142,9 +148,9 @@ def _largest_error(call: AttentionCall) -> Tensor:
 
     Infinite where all values are 0, and so is the output.
     """
-    largest = 2 * call.value.double().abs().amax(2, keepdim=True)  # (B, Hkv, 1, Dv)
+    largest = 2 * call.value.abs().amax(2, keepdim=True).double()  # (B, Hkv, 1, Dv)
     largest = largest.masked_fill(largest == 0, math.inf)
-    return largest.repeat_interleave(call.heads // call.value.shape[1], 1)
+    return next(_for_heads(call.heads, largest))
 
 
 def _merge(call: AttentionCall) -> list[Row]:
@@ -208,12 +214,12 @@ class _Worst:
         A head within its bounds, most of which say nothing, is not checked.
         """
         rows = []
-        for head in range(len(self.error)):
-            error, bound = self.error[head].item(), self.bound[head].item()
-            row = Row(
-                check, call.layer, head, math.inf if math.isnan(error) else error, bound, reason
-            )
-            if row.verdict == "verified" and self.empty[head] > self.count[head] / 2:
+        empty = (self.empty > self.count / 2).tolist()
+        numbers = zip(self.error.tolist(), self.bound.tolist(), empty, strict=True)
+        for head, (error, bound, is_empty) in enumerate(numbers):
+            error = math.inf if math.isnan(error) else error
+            row = Row(check, call.layer, head, error, bound, reason)
+            if row.verdict == "verified" and is_empty:
                 row = Row(check, call.layer, head, reason=_EMPTY.format(call.kernel, call.dtype))
             rows.append(row)
         return rows

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from attnprobe.capturing import Texts, nonfinite, refuse_random
+from attnprobe.capturing import Texts, nonfinite, refuse_autocast, refuse_dropout
 from attnprobe.errors import InputError, ModelError
 from attnprobe.loading.amounts import need_forward
 from attnprobe.loading.encoding import accepted, encode
@@ -38,8 +38,9 @@ def texts_of(lm: LanguageModel, text: Texts, least: int = 2) -> list[Tensor]:
             f"{name} predicts no next token: expected a causal language model, such as "
             "AutoModelForCausalLM loads"
         )
-    refuse_random(lm.model)
+    refuse_dropout(lm.model)
     ids = unpadded(lm, text)
+    refuse_autocast(ids[0].device)
     for number, one in enumerate(ids):
         if len(one) < least:
             raise InputError(

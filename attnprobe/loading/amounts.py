@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnprobe.memory import need
-from attnprobe.models import device_of
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def need_forward(
         sum(parts.values()),
         f"a forward over {texts} × {tokens:,} tokens, most of it {most}",
         " or ".join([*fewer, "a shorter text"]),
-        device_of(model),
+        inputs["input_ids"].device,
     )
 
 

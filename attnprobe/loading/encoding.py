@@ -128,7 +128,9 @@ def accepted(model: nn.Module) -> set[str]:
     inner = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), model)
     parameters = inspect.signature(model.forward).parameters
     hands_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return {*parameters, *(inspect.signature(inner.forward).parameters if hands_on else ())}
+    if inner is model or not hands_on:
+        return {*parameters}
+    return {*parameters, *inspect.signature(inner.forward).parameters}
 
 
 def _refuse_positions(model: nn.Module, accepted: set[str]) -> None:

@@ -32,6 +32,13 @@ def forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
+def asking(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Which modules' forwards ask for an attention kernel."""
+    modules = list(modules)
+    kinds = {one for one in {*map(type, modules)} if asks_for_kernel(forward_of(one))}
+    return {one for one in modules if type(one) in kinds}
+
+
 @functools.cache
 def asks_for_kernel(forward: Callable[..., Any]) -> bool:
     """Whether a module's forward asks for an attention kernel: its code names the registry."""

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,11 @@ from attnprobe.errors import InputError, ModelError
 from attnprobe.records import AttentionCall, Cached, Kind, UnseenAttention, part_of, writes
 from attnprobe.rounding import operand_unit
 from attnprobe.seam.following import Following
-from attnprobe.seam.inspecting import arguments_of, asks_for_kernel, computes_softmax, forward_of
+from attnprobe.seam.inspecting import arguments_of, asking, computes_softmax
 from attnprobe.seam.interrupts import modules_around
 from attnprobe.terms import Terms
 
+Fact = TypeVar("Fact")
 KernelOutput = tuple[Tensor, Tensor | None]
 Handler = Callable[[AttentionCall, Callable[[], KernelOutput]], KernelOutput]
 """Gets a call's inputs and a function that runs the kernel; returns what a kernel returns: the
@@ -61,14 +62,16 @@ class Interception:
     forget: Callable[[], object] | None = None  # called where a forward was left half-way
     replaces: bool = False
     patch: Callable[[AttentionCall], dict[str, Tensor]] | None = None
-    names: dict[nn.Module, str] = field(default_factory=dict)
-    parents: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    names: dict[nn.Module, str] = field(init=False)
+    asking: set[nn.Module] = field(init=False)  # those whose code asks for a kernel
+    parents: dict[nn.Module, nn.Module] = field(init=False)
     apart: dict[nn.Module, nn.Module] = field(default_factory=dict)  # W_O -> its attention module
     thread: int = field(default_factory=threading.get_ident)  # the one that opened it
     ran: bool = False  # whether the model ran in that thread,
     ran_elsewhere: bool = False  # and in others
     running: list[nn.Module] = field(default_factory=list)  # models within the model that run
     frames: list[dict[str, Any]] = field(default_factory=list)  # their arguments
+    made: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # see `_once`
     inside: list[_Entered] = field(default_factory=list)  # attention modules running
     unseen: list[UnseenAttention] = field(default_factory=list)
     counts: dict[tuple[str, bool | None], int] = field(
@@ -84,11 +87,18 @@ class Interception:
     encoder: str = ""  # how the names of an encoder-decoder's encoder's modules begin
     following: Following = field(init=False)
     follows: bool = False  # whether there are modules to follow
+    config: facts.Config | None = None  # the last call's, in this forward
     blocks: dict[int, tuple[BlockMask, Tensor]] = field(default_factory=dict)  # see `_mask`
 
     def __post_init__(self) -> None:
         self.names = {module: name for name, module in self.model.named_modules()}
-        self.parents = {child: one for one in self.names for child in one.children()}
+        self.asking = asking(self.names)
+        self.parents = {
+            child: one
+            for one in self.names
+            for child in one._modules.values()  # one.children() takes ten times as long
+            if child is not None
+        }
         me = weakref.proxy(self)  # in a cycle it would keep what was captured until Python looks
         self.following = Following(
             lambda *found: me.followed(*found), lambda reason: me.refused(reason)
@@ -97,9 +107,9 @@ class Interception:
         encoder_of = getattr(self.model, "get_encoder", None)  # a wrapper hands it on
         if getattr(config, "is_encoder_decoder", False) and encoder_of is not None:
             self.encoder = f"{self.names[encoder_of()]}."
-        for module in self.names:
+        for module in self.asking:
             layout = layout_of(module, self.parents.get(module))
-            if layout is not None and layout.apart and asks_for_kernel(forward_of(type(module))):
+            if layout is not None and layout.apart:
                 layer = layout.output_layer(module, self.parents.get(module))
                 if layer is not None:
                     self.apart[layer] = module
@@ -157,7 +167,8 @@ class Interception:
             self.step += 1
             self.counts = {}
             self.blocks = {}
-            self.frequency_dtype = facts.frequency_dtype(self.model)
+            self.config = None
+            self.frequency_dtype = facts.frequency_dtype(self.names)
         arguments = arguments_of(module, args, kwargs)
         caches = [value for value in arguments.values() if isinstance(value, Cache)]
         arguments = self._as_given(arguments, caches[0] if caches else None)
@@ -166,6 +177,7 @@ class Interception:
         config = getattr(module, "config", None)
         arguments["encoder_decoder"] = getattr(config, "is_encoder_decoder", False)
         self.frames.append(arguments)
+        self.made = {}
         self.running.append(module)
 
     def note_prepared(self, given: dict[str, Any], made: dict[str, Any]) -> None:
@@ -197,6 +209,7 @@ class Interception:
         """It returns, or an exception came first."""
         self.frames.pop()
         self.running.pop()
+        self.made = {}
         if not self.frames:
             self.prepared = {}
         if self.follows and not self.frames and output is not None:
@@ -300,13 +313,27 @@ class Interception:
         name = self.names.get(module, "")  # empty for what the model put in place as it ran
         return name.startswith(self.encoder) if self.encoder else None
 
+    def _once(self, fact: Callable[..., Fact], *of: Any) -> Fact:
+        """A fact of the frames as they stand, which the calls of a forward share."""
+        if (fact, *of) not in self.made:
+            self.made[fact, *of] = fact(self.frames, *of)
+        found: Fact = self.made[fact, *of]
+        return found
+
+    def _config(self, module: nn.Module) -> facts.Config:
+        """A module's config, or the model's."""
+        config = getattr(module, "config", None) or getattr(self.model, "config", None)
+        if self.config is None or self.config.of is not config:
+            self.config = facts.Config(config)
+        return self.config
+
     def _cached(self, cache: Cache, key: Tensor, value: Tensor) -> Cached:
         """What is to be known of a call's cache for comparing what it gives back."""
         if cache not in self.caches:
             self.caches[cache] = self.caches_seen
             self.caches_seen += 1
         return Cached(
-            self.caches[cache], facts.past(self.frames), _inexact(cache), writes(key, value)
+            self.caches[cache], self._once(facts.past), _inexact(cache), writes(key, value)
         )
 
     def record(self, kernel: str, module: nn.Module, arguments: dict[str, Any]) -> AttentionCall:
@@ -323,13 +350,14 @@ class Interception:
         if cached is not None and cached.is_compileable:  # a buffer that the next step writes into
             key, value = key.clone(), value.clone()
         index = facts.index_of(module, layer)
-        config = getattr(module, "config", None) or getattr(self.model, "config", None)
-        config = facts.config_of(module, config, index)
+        config = facts.config_of(module, self._config(module), index)
         scaling = arguments.get("scaling")
         causal = arguments.get("is_causal")
         mask = self._mask(arguments.get("attention_mask"), query, key)
         hidden = own.get("hidden_states")
-        rule = facts.mask_rule(module, config, index, kind, shape, self.frames)
+        rule = facts.mask_rule(
+            module, config, index, kind, shape, self._once(facts.standing, kind, shape)
+        )
         bias = additions.expected_bias(module, self.parents, config, kind, rule, query)
         known = getattr(config, "model_type", None) in KNOWN_TYPES
         return AttentionCall(
@@ -363,7 +391,7 @@ class Interception:
             dropout=float(arguments.get("dropout") or 0.0),
             module=module,
             parent=self.parents.get(module),
-            position_ids=facts.positions(self.frames, len(query), query.shape[2]),
+            position_ids=self._once(facts.positions, len(query), query.shape[2]),
             frequency_dtype=self.frequency_dtype,
             hidden_states=_detached(hidden),
         )
