@@ -148,7 +148,7 @@ class _Tokens:
 def punctuation(words: Words) -> list[bool]:
     """Which tokens are of the kind `punctuation`."""
     return [
-        words.words[word].kind != "special" and _PUNCTUATION.fullmatch(token) is not None
+        _PUNCTUATION.fullmatch(token) is not None and words.words[word].kind != "special"
         for token, word in zip(words.tokens, words.word_of, strict=True)
     ]
 

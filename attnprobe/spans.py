@@ -18,6 +18,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -50,17 +51,29 @@ class Spans:
     """The token's bytes begin or end inside a character, or form none."""
 
 
-def locate(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str | None) -> Spans:
-    """Where each token stands in the text, or in what the ids decode to.
+def locate(
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    text: str | None,
+    offsets: Sequence[Span] | None = None,
+) -> Spans:
+    """Where each token stands in the text, or in what the ids decode to; `offsets` are the
+    tokenizer's own for them, where they are at hand.
 
     Raises:
         InputError: an id below 0 or above 32 bits, or a text with a lone surrogate.
     """
     _refuse(ids, text)
     tokens = _without_places(tokenizer, ids)
-    placed = _by_offsets(tokenizer, ids, text, tokens)
-    if placed is not None:
-        return placed
+    if text is not None and offsets is not None:
+        return _by_offsets(tokenizer, ids, text, tokens, offsets)
+    if getattr(tokenizer, "is_fast", False):
+        whole = text
+        if whole is None:
+            whole = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        offsets = _offsets(tokenizer, ids, whole)
+        if offsets is not None:
+            return _by_offsets(tokenizer, ids, whole, tokens, offsets)
     decoded = _decoded(tokenizer, ids, tokens)
     if text is None or text == decoded.text:
         return decoded
@@ -118,14 +131,10 @@ def _without_places(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> S
 # The tokenizer's own offsets
 
 
-def _by_offsets(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str | None, tokens: Spans
-) -> Spans | None:
-    """Places from the tokenizer's offsets; None where it has none or makes other ids."""
-    if not getattr(tokenizer, "is_fast", False):
-        return None
-    if text is None:
-        text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+def _offsets(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str
+) -> list[Span] | None:
+    """A fast tokenizer's own offsets; None where it makes other ids of the text."""
     for add_special_tokens in (True, False):
         encoded = tokenizer(
             text,
@@ -136,17 +145,29 @@ def _by_offsets(
             verbose=False,
         )
         if encoded["input_ids"] == list(ids):
-            break
-    else:
-        return None
-    offsets = _bytes_apart(text, encoded["offset_mapping"], tokens.names)
+            found: list[Span] = encoded["offset_mapping"]
+            return found
+    return None
+
+
+def _by_offsets(
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    text: str,
+    tokens: Spans,
+    offsets: Sequence[Span],
+) -> Spans:
+    """Places from the tokenizer's offsets."""
+    offsets = _bytes_apart(text, list(offsets), tokens.names)
+    tokens = replace(tokens, text=text)
     unk = tokenizer.unk_token_id
-    unknown = tuple(
-        id_ == unk and start < stop and text[start:stop].strip() != name
-        for id_, (start, stop), name in zip(ids, offsets, tokens.names, strict=True)
-    )
-    special = tuple(a and not b for a, b in zip(tokens.special, unknown, strict=True))
-    tokens = replace(tokens, text=text, special=special, unknown=unknown)
+    if unk in ids:
+        unknown = tuple(
+            id_ == unk and start < stop and text[start:stop].strip() != name
+            for id_, (start, stop), name in zip(ids, offsets, tokens.names, strict=True)
+        )
+        special = tuple(a and not b for a, b in zip(tokens.special, unknown, strict=True))
+        tokens = replace(tokens, special=special, unknown=unknown)
     return replace(tokens, places=_mended(offsets, tokens))
 
 
@@ -156,6 +177,8 @@ def _mended(offsets: list[Span], tokens: Spans) -> tuple[Span, ...]:
     The `▁` that SentencePiece puts before a text shares the place of the first letter: it has
     none. Byte-level BPE with `trim_offsets` takes a token of one space for empty: it has the space.
     """
+    if all(a < b <= c for (a, b), (c, _) in pairwise([*offsets, (len(tokens.text), 0)])):
+        return tuple(offsets)  # one after the other, and none is empty
     text = tokens.text
     places = []
     reached = floor = 0

@@ -43,7 +43,8 @@ from attnprobe.sweeping.frames import quantile
 from attnprobe.sweeping.shards import Passage, passages
 from attnprobe.sweeping.sources import Document
 from attnprobe.sweeping.tallies import BINS, edges
-from attnprobe.sweeping.texts import CLASSES, cut
+from attnprobe.sweeping.texts import CLASSES, Text, cut
+from attnprobe.words import read
 
 TEXTS = [
     "The old man said that the old man was there, and the old man was tired.",
@@ -302,13 +303,14 @@ def test_a_passage_is_cut_into_texts_that_fit_and_leave_nothing_out(
 ) -> None:
     passage = Passage("page", 0, PAGE + "x" * 3000 + "終わりのない文字列" * 200)
     found = list(cut(tokenizer, passage, tokens))
-    assert "".join(text for _, text, _ in found) == passage.text
-    assert all(len(ids) <= tokens for *_, ids in found)
-    assert all(ids == tokenizer(text)["input_ids"] for _, text, ids in found)
+    assert "".join(text for _, text, *_ in found) == passage.text
+    assert all(len(ids) <= tokens for _, _, ids, _ in found)
+    assert all(ids == tokenizer(text)["input_ids"] for _, text, ids, _ in found)
+    assert all(Text.of(tokenizer, *one).words == read(tokenizer, one[2], one[1]) for one in found)
     assert len({name for name, *_ in found}) == len(found)
-    own = [ids for _, text, ids in found if text in PAGE]
+    own = [ids for _, text, ids, _ in found if text in PAGE]
     assert sum(map(len, own)) / len(own) > 0.75 * tokens
-    words = [text for _, text, _ in found if text in PAGE[len(text) :]][1:]
+    words = [text for _, text, *_ in found if text in PAGE[len(text) :]][1:]
     assert tokens == 8 or all(text[0].isspace() for text in words)
 
 
@@ -627,7 +629,7 @@ def test_the_manifest_says_what_was_run(lm: Any, tmp_path: Path) -> None:
     own = [
         text
         for at, one in enumerate(texts)
-        for _, text, _ in cut(lm[1], Passage(str(at), 0, one), 96)
+        for _, text, *_ in cut(lm[1], Passage(str(at), 0, one), 96)
     ]
     assert manifest["corpus"]["texts"] == len(own)
     assert manifest["corpus"]["tokens"] == sum(len(lm[1](text)["input_ids"]) for text in own)
@@ -890,7 +892,7 @@ def stopped(lm: Any, tmp_path: Path, small_shards: None) -> tuple[Path, dict[str
     """A sweep that was stopped with some shards finished, and what it comes to when it is not."""
     ap.sweep(lm, [PAGE], tmp_path / "whole", tokens=64)
     with pytest.raises(KeyboardInterrupt):
-        ap.sweep(lm, [PAGE], tmp_path / "out", tokens=64, progress=stopping(5, KeyboardInterrupt()))
+        ap.sweep(lm, [PAGE], tmp_path / "out", tokens=64, progress=stopping(7, KeyboardInterrupt()))
     assert (tmp_path / "out" / "parts" / "000001").is_dir()
     return tmp_path / "out", files_of(tmp_path / "whole")
 

@@ -24,7 +24,7 @@ from attnprobe.sweeping.texts import CLASSES
 ROWS = 64
 """Query rows at a time."""
 
-TILE = 2**19
+TILE = 2**21
 """How many weights to have in hand at a time."""
 
 _UNIT = math.log(2)
@@ -63,7 +63,8 @@ def rows_of(basis: Basis, plan: Plan, norms: Tensor | None) -> LayerRows:
     batch, heads, length, _ = call.query.shape
     dtype = torch.float64 if call.dtype == torch.float64 else torch.float32
     sums = _Sums.of(call.query, dtype, plan.limit, norms is not None)
-    step = max(1, TILE // (heads * ROWS * length))
+    parts = math.ceil(batch / max(1, TILE // (heads * ROWS * length)))
+    step = math.ceil(batch / parts)  # none much smaller than the others
     for first in range(0, batch, step):
         texts = slice(first, min(first + step, batch))
         some = _Texts(basis, plan, texts, dtype, None if norms is None else norms[texts].to(dtype))

@@ -16,6 +16,7 @@ from attnprobe.errors import InputError
 from attnprobe.heads import punctuation
 from attnprobe.loading.encoding import Batch, padded
 from attnprobe.records import LanguageModel
+from attnprobe.spans import Span
 from attnprobe.sweeping.shards import Passage, boundary
 from attnprobe.words import Words, read
 
@@ -72,9 +73,16 @@ class Text:
     ends: np.ndarray
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, name: str, text: str, ids: list[int]) -> Text:
-        """Read a text."""
-        words = read(tokenizer, ids, text)
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        text: str,
+        ids: list[int],
+        offsets: list[Span] | None,
+    ) -> Text:
+        """Read a text: what `cut` gives."""
+        words = read(tokenizer, ids, text, offsets)
         marks = torch.tensor(punctuation(words))
         classes, ends = _classes(words)
         return cls(name, text, torch.tensor(ids), words, marks, classes, ends)
@@ -114,45 +122,48 @@ def _kinds(text: str) -> tuple[str, str]:
 
 def cut(
     tokenizer: PreTrainedTokenizerBase, passage: Passage, tokens: int
-) -> Iterator[tuple[str, str, list[int]]]:
-    """Cut a passage into texts of at most `tokens` tokens: their names, texts and ids.
+) -> Iterator[tuple[str, str, list[int], list[Span] | None]]:
+    """Cut a passage into texts of at most `tokens` tokens: their names, texts, ids and, of a fast
+    tokenizer, offsets.
 
     A text is about as long as it may be, and ends before white space where there is some.
     """
     left, number = passage.text, 0
     by_token = 4.0  # characters, to begin with
     while left:
-        end, ids = _longest(tokenizer, left, tokens, by_token)
+        end, ids, offsets = _longest(tokenizer, left, tokens, by_token)
         text, left = left[:end], left[end:]
         by_token = end / max(len(ids), 1)
         if ids and not text.isspace():
-            yield f"{passage.name}, text {number}" if number else passage.name, text, ids
+            yield f"{passage.name}, text {number}" if number else passage.name, text, ids, offsets
             number += 1
 
 
 def _longest(
     tokenizer: PreTrainedTokenizerBase, left: str, tokens: int, by_token: float
-) -> tuple[int, list[int]]:
+) -> tuple[int, list[int], list[Span] | None]:
     """How long a beginning of at most `tokens` tokens, and at least nine in ten of them where a few
-    attempts find it, is, and its ids.
+    attempts find it, is, and its ids and offsets.
 
     Raises:
         InputError: one character is more.
     """
-    fits: tuple[int, list[int]] = (0, [])
+    fits: tuple[int, list[int], list[Span] | None] = (0, [], None)
+    fast = getattr(tokenizer, "is_fast", False)
     above = len(left) + 1  # too long
-    guess = max(int(tokens * by_token), 1)
+    guess = max(int(0.96 * tokens * by_token), 1)  # most fit at once
     for attempt in count():
         end = len(left) if guess >= len(left) else boundary(left, guess, paragraphs=False)
         if end <= fits[0] or (fits[0] and attempt > 5):
             break
-        ids = list(tokenizer(left[:end], verbose=False)["input_ids"])
+        encoded = tokenizer(left[:end], return_offsets_mapping=fast, verbose=False)
+        ids = list(encoded["input_ids"])
         if len(ids) > tokens:
             above = end
             if end == 1:
                 raise InputError(f"tokens={tokens}, and {left[0]!r} alone is {len(ids)}: give more")
         else:
-            fits = end, ids
+            fits = end, ids, encoded.get("offset_mapping")
             if end == len(left) or len(ids) > 0.9 * tokens:
                 break
         guess = int(0.97 * end * tokens / max(len(ids), 1))
