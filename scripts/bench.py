@@ -148,7 +148,7 @@ class Runner:
     def work(
         self, what: str, ways: list[str], shape: dict[str, int], python: str = sys.executable
     ) -> dict[str, Any]:
-        """What a worker found; every way failed for a worker that did."""
+        """What a worker found; where it failed, what one for each way did."""
         place = f"{shape['texts']} × {shape['tokens']} tokens"
         self.say(f"{what}, {place}: {', '.join(ways)}")
         job = {"what": what, "ways": ways, "shape": shape, "threads": THREADS}
@@ -162,6 +162,8 @@ class Runner:
             [python, WORKER, json.dumps(job)], capture_output=True, text=True, env=own
         )
         if done.returncode:
+            if len(ways) > 1:  # one that does not fit may have taken the others with it
+                return {way: self.work(what, [way], shape, python)[way] for way in ways}
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
             self.say(f"failed: {last}")
             return {way: {"failed": "failed"} for way in ways}

@@ -74,6 +74,19 @@ def test_a_way_that_failed_and_a_library_that_is_not_there_are_told(quick):
     assert ", torchlens 2.36.1.\n" in text
 
 
+def test_where_a_worker_fails_each_of_its_ways_gets_one_of_its_own(monkeypatch):
+    def run(command, **options):
+        ways = json.loads(command[-1])["ways"]
+        failed = len(ways) > 1 or ways == ["large"]
+        found = json.dumps({way: {"ratio": 1.5} for way in ways})
+        return subprocess.CompletedProcess(command, int(failed), found, "no memory")
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    runner = bench.Runner(bench.FULL)
+    found = runner.work("time", ["large", "small"], {"texts": 1, "tokens": 16})
+    assert found == {"large": {"failed": "failed"}, "small": {"ratio": 1.5}}
+
+
 def test_what_is_kept_is_counted_once_and_exactly():
     sizes = {"layers": 2, "heads": 3, "width": 30, "vocabulary": 101, "tokens": 16, "texts": 2}
     ways = ["plain", "hooks", "plain eager", "output attentions", "verify output"]
