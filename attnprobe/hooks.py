@@ -25,10 +25,7 @@ from attnprobe.errors import InputError, ModelError
 from attnprobe.memory import need
 from attnprobe.models import as_language_model
 from attnprobe.records import AttentionCall, Calls, UnseenAttention
-from attnprobe.seam.inspecting import (
-    computes_softmax,
-    torchs_attention,
-)
+from attnprobe.seam.inspecting import computes_softmax, torchs_attention
 from attnprobe.seam.interception import Handler, Interception, KernelOutput
 from attnprobe.seam.interrupts import uninterrupted
 

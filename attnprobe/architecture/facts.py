@@ -226,13 +226,13 @@ def frequency_dtype(modules: Iterable[nn.Module]) -> torch.dtype:
     return max(held, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
-def first_key(shape: tuple[int, int, int], frames: list[dict[str, Any]]) -> int:
-    """Where a self-attention call's own keys begin: after those that a cache held before it.
+def first_key(frames: list[dict[str, Any]], kind: str, shape: tuple[int, int, int]) -> int:
+    """Where a call's own keys begin: in self-attention after those that a cache held before it.
 
-    A cache that slides or was cropped holds fewer keys than tokens went by; see `mask_rule`.
+    A cache that slides or was cropped holds fewer keys than tokens went by; see `standing`.
     """
     _, queries, keys = shape
-    return min(past(frames), keys - queries)
+    return 0 if kind == "cross" else min(past(frames), keys - queries)
 
 
 def past(frames: list[dict[str, Any]]) -> int:
@@ -297,7 +297,7 @@ def standing(
         padding = padding[:, gone : gone + keys].bool()
         if padding.all():
             padding = None  # of which no mask need be made
-    return Standing(padding, gone, 0 if kind == "cross" else first_key(shape, frames))
+    return Standing(padding, gone, first_key(frames, kind, shape))
 
 
 def mask_rule(

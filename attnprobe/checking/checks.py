@@ -8,7 +8,7 @@ handed its kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -39,21 +39,19 @@ def _projection(call: AttentionCall) -> list[Row]:
         first = 0 if name == "query" else call.first_key
         got = getattr(call, name)[:, :, first : first + want.shape[2]]
         if got.shape[1] > want.shape[1]:  # the model repeats its key heads before the kernel
-            want, bound = _for_heads(got.shape[1], want, bound)
+            want, bound = (_for_heads(got.shape[1], one) for one in (want, bound))
         if got.shape != want.shape:
             reason = f"this forward's own {name} is not found among {getattr(call, name).shape[2]}"
             return [Row("projection", call.layer, None, reason=reason)]
-        error = (got.double() - want).abs_()
-        error, bound = _for_heads(call.heads, error, bound)
-        worst.update(error, bound)
+        error = _for_heads(call.heads, (got.double() - want).abs_())
+        worst.update(error, _for_heads(call.heads, bound))
     return _settled(worst.rows("projection", call), call)
 
 
-def _for_heads(heads: int, *given: Tensor) -> Iterator[Tensor]:
+def _for_heads(heads: int, one: Tensor) -> Tensor:
     """Of (B, h, …), each of the h repeated for the heads it serves: (B, heads, …)."""
-    for one in given:
-        served = heads // one.shape[1]
-        yield one if served == 1 else one.repeat_interleave(served, 1)
+    served = heads // one.shape[1]
+    return one if served == 1 else one.repeat_interleave(served, 1)  # which copies even then
 
 
 def _settled(rows: list[Row], call: AttentionCall) -> list[Row]:
@@ -150,7 +148,7 @@ def _largest_error(call: AttentionCall) -> Tensor:
     """
     largest = 2 * call.value.abs().amax(2, keepdim=True).double()  # (B, Hkv, 1, Dv)
     largest = largest.masked_fill(largest == 0, math.inf)
-    return next(_for_heads(call.heads, largest))
+    return _for_heads(call.heads, largest)
 
 
 def _merge(call: AttentionCall) -> list[Row]:

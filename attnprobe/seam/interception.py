@@ -374,7 +374,7 @@ class Interception:
             mask=mask,
             is_causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
             expected_mask=rule,
-            first_key=0 if kind == "cross" else facts.first_key(shape, self.frames),
+            first_key=self._once(facts.first_key, kind, shape),
             cache=None if cached is None else self._cached(cached, key, value),
             in_encoder=self._in_encoder(module),
             step=max(self.step, 0),

@@ -102,10 +102,11 @@ class _Texts:
         whole = total if sinks is None else total + (sinks - top).exp2()
         product = buffers.take("product", tuple(scores.shape), self.dtype, scores)
         by_score = torch.mul(weights, scores, out=product).sum(-1)
-        numbers = (whole, by_score, skewed.moved(), (largest - top).exp2())
-        sums.numbers[(slice(None), *here)] = torch.stack(numbers)
         seen = self.plan.open[self.texts, :, start:stop] > 0
-        skewed.add_distances(torch.where(seen, 1 / whole, 0.0), sums.distances, self.plan.limit)
+        by_row = torch.where(seen, 1 / whole, 0.0)
+        numbers = (whole, by_row, by_score, skewed.moved(), (largest - top).exp2())
+        sums.numbers[(slice(None), *here)] = torch.stack(numbers)
+        skewed.add_distances(by_row, sums.distances, self.plan.limit)
         if sums.by_value is not None:
             assert self.norms is not None
             weights.mul_(self.norms[:, :, None, : weights.shape[-1]])
@@ -150,8 +151,9 @@ class _Sums:
     """What the tiles of a call leave of its rows, of weights that are not divided yet.
 
     Attributes:
-        numbers: (4, B, H, T): the sum of each row's weights, its sink's with them; of weights times
-            scores; of weights times distances, but for the first key's; and the largest weight.
+        numbers: (5, B, H, T): the sum of each row's weights, its sink's with them; 1 divided by it,
+            0 where the row sees no key; the sums of weights times scores and, but for the first
+            key's, of weights times distances; and the largest weight.
         weights, by_value: over the kinds of keys; by value None where it is not asked for.
         distances, strongest: as `LayerRows` has them.
     """
@@ -167,7 +169,7 @@ class _Sums:
         """Of no row of queries (B, H, T, D) yet."""
         rows = query.shape[:3]
         return cls(
-            query.new_empty(4, *rows, dtype=dtype),
+            query.new_empty(5, *rows, dtype=dtype),
             _Kinds.of(query, dtype),
             _Kinds.of(query, dtype) if by_value else None,
             query.new_zeros(rows[1], 2 * limit - 1, dtype=torch.float64),
@@ -176,7 +178,7 @@ class _Sums:
 
     def rows(self, plan: Plan) -> LayerRows:
         """The statistics."""
-        whole, by_score, moved, largest = self.numbers  # (B, H, T)
+        whole, by_row, by_score, moved, largest = self.numbers  # (B, H, T)
         flagged, first = self.weights.flagged, self.weights.single[0]
         tiny = torch.finfo(whole.dtype).tiny
         # -Σ w·ln w with w = 2^s / whole
@@ -194,7 +196,6 @@ class _Sums:
         values = [*(basic[name] for name in BASIC), *self.weights.masses(whole)]
         if self.by_value is not None:
             values += self.by_value.masses(self.by_value.flagged[..., ALL].clamp(min=tiny))
-        by_row = torch.where(plan.open > 0, 1 / whole, 0.0)
         mass = (flagged[..., : len(CLASSES)] * by_row[..., None]).double()  # (B, H, T, C)
         classes = torch.einsum("bhtk,btq->hqk", mass, plan.reading.classes)
         return LayerRows(torch.stack(values), rest > 0, self.distances, classes, self.strongest)
