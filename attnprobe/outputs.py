@@ -9,6 +9,7 @@ of the product with the values, to which a column of ones is added. Pure torch, 
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,10 @@ from attnprobe.terms import PLAIN, Terms
 ROWS = 64
 """How many query rows are taken at a time. More cost more beyond the diagonal; with fewer, matrix
 products run at less than their speed."""
+
+BAND = 4
+"""How many such tiles are divided by their sums and bounded together: numbers of a row are so few
+that each step costs its call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,8 +149,8 @@ def outputs(
             heads = slice(first * served, (first + step) * served)
             scores = _Scores.of(text, heads, query[text, heads], key[text, some], rule, scaling)
             few = _Heads.of(scores, value[text, some], scaling, rounding)
-            for start in range(0, query.shape[2], height):
-                yield few.rows(start, min(start + height, query.shape[2]))
+            for start, stop in _bands(query.shape[2], height):
+                yield few.rows(start, stop, height)
 
 
 def _steps(query: Tensor, key: Tensor, tile_bytes: int) -> tuple[int, int, int]:
@@ -155,6 +160,12 @@ def _steps(query: Tensor, key: Tensor, tile_bytes: int) -> tuple[int, int, int]:
     row = 8 * served * key.shape[1]  # bytes
     rows = min(ROWS, max(1, tile_bytes // row))
     return served, rows, max(1, min(len(key), tile_bytes // (row * rows)))
+
+
+def _bands(queries: int, height: int) -> Iterator[tuple[int, int]]:
+    """Stretches of `BAND` tiles of one height, or fewer at the end; what is left is one tile."""
+    whole = queries - queries % height
+    return itertools.pairwise(sorted({*range(0, whole, BAND * height), whole, queries, 0}))
 
 
 def _by_weights(
@@ -184,11 +195,9 @@ class _Exponentials:
     """exp(s - the row's largest s) of some rows, in a buffer, and what it was made with."""
 
     exp: Tensor  # (h, R, K), 0 where a row may not attend; R is the rows of all heads served
-    query: Tensor  # (h, R, D), scaled
     most: Tensor  # (h, R, 1): the largest score that a row may attend to
     least: Tensor | None  # (h, R, 1): the least score, masked or not, where it was asked for
     counts: Tensor  # (H or 1, t): how many keys a row may attend to
-    seen: Tensor | None  # as in `Rows`
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,12 +229,11 @@ class _Scores:
         torch.bmm(q, self.key[:, :reach].mT, out=exp)  # (h, R, K): scores, as yet
         low = exp.amin(-1, keepdim=True) if least else None
         counts = self._hide(exp, start, stop)
-        seen = counts > 0 if self.rule.open_to(start) == 0 else None
         top = exp.amax(-1, keepdim=True)
-        if seen is not None:
+        if self.rule.open_to(start) == 0:  # a row may attend to no key
             top = top.masked_fill(top == -torch.inf, 0.0)
         exp.sub_(top).exp_()
-        return _Exponentials(exp, q, top, low, counts, seen)
+        return _Exponentials(exp, top, low, counts)
 
     def _hide(self, scores: Tensor, start: int, stop: int) -> Tensor:
         """Write -inf to the scores, (h, R, K), of keys that a row may not attend to.
@@ -271,29 +279,53 @@ class _Heads:
             padded[..., size + 1, None] = bounds.norms
         return cls(scores, padded, size, bounds)
 
-    def rows(self, start: int, stop: int) -> Rows:
-        """Rows `start` to `stop`."""
-        made = self.scores.exponentials(start, stop, least=self.bounds is not None)
-        groups, _, reach = made.exp.shape
-        product = torch.bmm(made.exp, self.value[:, :reach])  # (h, R, Dv + 2 and more)
-        total = product[..., self.value_size, None]  # (h, R, 1)
-        if made.seen is not None:
+    def rows(self, start: int, stop: int, height: int) -> Rows:
+        """Rows `start` to `stop`, in n tiles of `height` rows or one that is lower."""
+        heads, groups = len(self.scores.query), len(self.value)
+        tiles = -(-(stop - start) // height)
+        shape = (tiles, groups, heads // groups, (stop - start) // tiles)  # (n, h, H/h, R)
+        product = self._buffer("product", (*shape, self.value.shape[-1]), torch.float64)
+        sums = self._buffer("sums", (*shape, 2 * self.value_size), torch.float32)
+        counts, largest = [], []
+        for i, first in enumerate(range(start, stop, height)):
+            last = min(first + height, stop)
+            made = self.scores.exponentials(first, last, least=self.bounds is not None)
+            reach = made.exp.shape[-1]
+            torch.bmm(made.exp, self.value[:, :reach], out=product[i].flatten(1, 2))
+            counts.append(made.counts)
+            if self.bounds is not None and made.least is not None:
+                scratch = self._buffer("weights", made.exp.shape, torch.float32)
+                self.bounds.sums(made.exp, scratch, sums[i].flatten(1, 2))
+                largest.append(torch.maximum(made.most, -made.least))
+        n = torch.cat(counts, -1)  # (H or 1, t)
+        seen = n > 0 if self.scores.rule.open_to(start) == 0 else None
+        total = product[..., self.value_size, None]
+        if seen is not None:
             total = total.masked_fill(total == 0, 1.0)
-        output = product[..., : self.value_size] / total  # (h, R, Dv)
-        heads, bound = len(self.scores.query), None
-        if self.bounds is not None and made.least is not None:
-            by_norm = product[..., self.value_size + 1, None]
-            n = made.counts
-            n = n.repeat(1, heads // groups) if len(n) == 1 else n.reshape(groups, -1)
-            norms = torch.linalg.vector_norm(made.query, dim=-1, keepdim=True)
-            largest = torch.maximum(made.most, -made.least)
-            shape, like = made.exp.shape, made.exp
-            scratch = [_buffers.take(name, shape, torch.float32, like) for name in ("weights", "ε")]
-            bound = self.bounds.output(
-                *(made.exp, total, by_norm, output, norms, largest),
-                n[..., None],
-                (scratch[0], scratch[1]),
-            ).view(heads, stop - start, -1)
-        output = output.view(heads, stop - start, -1)
-        here = (self.scores.text, self.scores.heads, start, stop)
-        return Rows(*here, output, bound, made.seen)
+        output = product.new_empty(heads, stop - start, self.value_size)
+        torch.div(product[..., : self.value_size], total, out=_tiled(output, shape))
+        bound = None
+        if self.bounds is not None:
+            bound = torch.empty_like(output)
+            norms = torch.linalg.vector_norm(self.scores.query[:, start:stop], dim=-1, keepdim=True)
+            self.bounds.output(
+                sums,
+                total,
+                product[..., self.value_size + 1, None],
+                _tiled(output, shape),
+                _tiled(norms, shape),
+                torch.stack(largest).view_as(total),
+                _tiled(n.expand(heads, -1)[..., None], shape),
+                reach,
+                out=_tiled(bound, shape),
+            )
+        return Rows(self.scores.text, self.scores.heads, start, stop, output, bound, seen)
+
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return _buffers.take(name, shape, dtype, self.value)
+
+
+def _tiled(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """(H, t, …) seen as n tiles of R rows of the heads that each of h serves: (n, h, H/h, R, …)."""
+    tiles, groups, served, rows = shape
+    return x.view(groups, served, tiles, rows, x.shape[-1]).movedim(2, 0)

@@ -18,11 +18,12 @@ words of `attnprobe.rounding`, for a row i, with c = |scaling|, κ_j = |k_j| and
    A = expm1(ρ) + exp(ρ)·C·β and B = exp(ρ)·C·α. What this gives away is C - 1 ≤ E, and what |s_j|
    falls short of the row's largest: so it is for kernels that round scores no more than their
    accumulator does, where the terms of |s_j| are the small ones, and for E up to `LARGEST`.
-3. A + B·κ_j is at most D = A + B·max κ. The sum is taken over w_j·(A + B·κ_j)/D, numbers in
-   [0, 1], in float32: its roundings, those of each factor and the sum over K keys in any order,
-   are at most γ(K + 16), relative to a sum of terms that are all positive; and what is flushed to
-   zero, of three factors below 1, of |v| and of the product, is at most 2⁻¹²⁶·(3|v| + 2) a key.
-   Both are added: it is a bound still. The float64 arithmetic on the rows is of no account beside.
+3. The two sums, over w_j·|v_j| and over w_j·(κ_j/K)·|v_j|, K now the largest κ of all keys, are
+   one product in float32. What stands beside w_j is made once for all rows, and A and B, numbers of
+   a row, come after. Its roundings, those of each factor and the sum over S keys in any order, are
+   at most γ(S + 16), relative to a sum of terms that are all positive; and what is flushed to zero,
+   of two factors below 1, of |v| and of the products, is at most 2⁻¹²⁶·(3|v| + 2) a key. Both are
+   added: it is a bound still. The float64 arithmetic on the rows is of no account beside.
 """
 
 from __future__ import annotations
@@ -68,46 +69,59 @@ class RowBounds:
     scaling: float  # c
     head_size: int  # D
     norms: Tensor  # (h, S, 1) float64: κ
-    largest: Tensor  # (h, 1, 1) float64: max κ
-    shares: Tensor  # (h, 1, S) float32: κ / max κ
-    values: Tensor  # (h, S, Dv) float32: |v|
-    largest_values: Tensor  # (h, 1, Dv) float64: max |v|, number by number
-    largest_value: Tensor  # (h, 1, 1) float64: the largest of these
+    largest: Tensor  # (h, 1, 1, 1) float64: max κ
+    values: Tensor  # (h, S, 2 Dv) float32: |v|, and |v|·κ / max κ
+    largest_values: Tensor  # (h, 1, 1, Dv) float64: max |v|, number by number
+    largest_value: Tensor  # (h, 1, 1, 1) float64: the largest of these
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, scaling: float, rounding: Arithmetic) -> RowBounds:
         """Of keys (h, S, D), float64, and values (h, S, Dv), float32 or a lower dtype."""
         norms = torch.linalg.vector_norm(key, dim=-1, keepdim=True)
         largest = norms.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-        shares, values = (norms / largest).float().mT, value.float().contiguous().abs()
-        most = values.amax(1, keepdim=True).double()
+        size = value.shape[-1]
+        values = value.new_empty(*value.shape[:-1], 2 * size, dtype=torch.float32)
+        torch.abs(value.float(), out=values[..., :size])
+        torch.mul(values[..., :size], (norms / largest).float(), out=values[..., size:])
+        most = values[:, None, :, :size].amax(2, keepdim=True).double()
         facts = (rounding, abs(scaling), key.shape[-1])
-        return cls(*facts, norms, largest, shares, values, most, most.amax(-1, keepdim=True))
+        return cls(*facts, norms, largest[:, None], values, most, most.amax(-1, keepdim=True))
+
+    def sums(self, exp: Tensor, scratch: Tensor, out: Tensor) -> None:
+        """Both sums over the keys of step 3, (h, R, 2 Dv) float32.
+
+        Args:
+            exp: (h, R, K) in [0, 1]: the weights, times their row's total.
+            scratch: a float32 tensor of exp's shape, to write to.
+        """
+        torch.bmm(scratch.copy_(exp), self.values[:, : exp.shape[-1]], out=out)
 
     def output(
         self,
-        exp: Tensor,
+        sums: Tensor,
         total: Tensor,
         by_norm: Tensor,
         output: Tensor,
         query_norms: Tensor,
         largest: Tensor,
         n: Tensor,
-        scratch: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """The bound on a kernel's error in R rows, (h, R, Dv) float64.
+        keys: int,
+        out: Tensor,
+    ) -> None:
+        """The bound on a kernel's error in R rows of the heads that each of h key heads serves.
 
         Args:
-            exp: (h, R, K) in [0, 1]: the weights, times their row's `total`.
-            total: (h, R, 1), at least 1.
-            by_norm: (h, R, 1): Σ_j exp_j κ_j.
-            output: (h, R, Dv): the rows.
-            query_norms: (h, R, 1): c|q|.
-            largest: (h, R, 1): at least the row's largest |s|.
-            n: (h or 1, R, 1): how many keys a row may attend to.
-            scratch: two float32 tensors of exp's shape, to write to.
+            sums: (…, h, H/h, R, 2 Dv): what `sums` gave.
+            total: (…, h, H/h, R, 1), at least 1.
+            by_norm: (…, h, H/h, R, 1): Σ_j exp_j κ_j.
+            output: (…, h, H/h, R, Dv): the rows.
+            query_norms: (…, h, H/h, R, 1): c|q|.
+            largest: (…, h, H/h, R, 1): at least the row's largest |s|.
+            n: (…, h, H/h, R, 1): how many keys a row may attend to.
+            keys: how many of the keys, from the first, any of the rows may attend to.
+            out: as `output`: where the bound is written to.
         """
-        r, keys = self.rounding, exp.shape[-1]
+        r, size = self.rounding, output.shape[-1]
         alpha, beta = self._score_error(query_norms, largest)
         most = alpha * self.largest + beta  # E
         convex = torch.expm1(most) / most  # C
@@ -118,23 +132,22 @@ class RowBounds:
         factor = rho.exp() * convex * more
         a = torch.expm1(rho) * more + factor * beta + of_row.summed
         b = factor * alpha * self.largest
-        d = a + b
 
         # All further terms are numbers of a row, in which a head's largest |v| stands for each.
-        lost = float(keys) * _TINY * (3.0 * self.largest_value + 2.0) * d
+        lost = float(keys) * _TINY * (3.0 * self.largest_value + 2.0) * (a + b)
         lost = lost + 2.0 * (n + 1.0) * r.tiny_accumulate
         stored = 1.0 + r.storage
         if r.tiny <= _TINY:
             lost = lost + r.tiny * more * n * self.largest_value
-        error = self._weighed(exp, a / d, b / d, scratch)
-        error.mul_(d / total * (stored * (1.0 + gamma(keys + 16, 2 * _UNIT))))
-        error.add_(lost * stored + r.tiny).add_(output.abs(), alpha=r.storage)
+        scale = stored * (1.0 + gamma(keys + 16, 2 * _UNIT)) / total
+        torch.mul(sums[..., :size].double(), a * scale, out=out)
+        out.addcmul_(b * scale, sums[..., size:].double())
+        out.add_(lost * stored + r.tiny).add_(output.abs(), alpha=r.storage)
         if r.tiny > _TINY:  # float16's is not so small that it could be taken for all alike
             # Σ|v| over the n keys that a row may attend to, of the first K.
-            sums = self.values[:, :keys].sum(1, keepdim=True).double()
-            sums = sums * (1.0 + gamma(keys, 2 * _UNIT))
-            error.addcmul_(more * (r.tiny * stored), torch.minimum(sums, n * self.largest_values))
-        return error
+            found = self.values[:, None, :keys, :size].sum(2, keepdim=True).double()
+            found = found * (1.0 + gamma(keys, 2 * _UNIT))
+            out.addcmul_(more * (r.tiny * stored), torch.minimum(found, n * self.largest_values))
 
     def _score_error(self, query_norms: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
         """α and β: ε_j ≤ α·κ_j + β, (h, R, 1) each."""
@@ -150,11 +163,3 @@ class RowBounds:
         ) + stored * largest
         subtracted = largest + alpha * self.largest + beta  # the largest |s| and its error
         return alpha * (1.0 + unit), beta * (1.0 + unit) + unit * (largest + subtracted)
-
-    def _weighed(self, exp: Tensor, a: Tensor, b: Tensor, scratch: tuple[Tensor, Tensor]) -> Tensor:
-        """Σ_j exp_j·(a + b·κ_j/max κ)·|v_j|, computed in float32, as float64: (h, R, Dv)."""
-        weights, factors = scratch
-        keys = exp.shape[-1]
-        weights.copy_(exp)
-        torch.mul(b.float(), self.shares[..., :keys], out=factors).add_(a.float())
-        return torch.bmm(weights.mul_(factors), self.values[:, :keys]).double()

@@ -221,6 +221,7 @@ def test_the_formula_knows_nothing_of_transformers(module):
         "collections",
         "dataclasses",
         "functools",
+        "itertools",
         "math",
         "threading",
         "torch",

@@ -123,7 +123,8 @@ def test_every_word_in_turn(cap):
     frame = ap.attended(cap, layer=1, top=3)
     assert frame.groupby("query_pos").size().tolist() == [min(3, at + 1) for at in range(count)]
     one = frame[frame.query_pos == 4].reset_index(drop=True)
-    assert one.equals(ap.attended(cap, 4, layer=1, top=3))
+    # A product of one row and one of many may differ in the last bit.
+    pd.testing.assert_frame_equal(one, ap.attended(cap, 4, layer=1, top=3), rtol=1e-14, atol=0)
     frame = ap.attended_by(cap, layer=1, top=3)
     assert frame.groupby("key_pos").size().tolist() == [min(3, count - at) for at in range(count)]
     assert ap.styled(frame).to_html().count("rgba") > 3

@@ -179,7 +179,7 @@ def test_no_scores_beyond_the_diagonal_are_computed(monkeypatch):
     bmm = torch.bmm
 
     def counted(left, right, **more):
-        if "out" in more:  # the scores
+        if left.shape[2] == SIZE:  # the scores
             seen.append(left.shape[0] * left.shape[1] * right.shape[2])
         return bmm(left, right, **more)
 

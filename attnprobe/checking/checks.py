@@ -122,10 +122,9 @@ def _output(call: AttentionCall) -> list[Row]:
         assert rows.bound is not None
         seen = None if rows.seen is None else rows.seen[None, ..., None]  # (1, h or 1, t, 1)
         got = call.head_output_model[rows.text, rows.start : rows.stop, rows.heads]
-        error = (got.transpose(0, 1) - rows.output).abs_()  # (h, t, Dv)
+        error = rows.output.sub_(got.transpose(0, 1)).abs_()  # (h, t, Dv)
         worst.update(error[None], rows.bound[None], seen, rows.heads)
-        empty = rows.bound >= largest[rows.text, rows.heads]
-        worst.count_empty(empty[None], seen, rows.heads)
+        worst.count_empty(rows.bound[None], largest[rows.text, rows.heads], seen, rows.heads)
     return worst.rows("output", call, basis.difference)
 
 
@@ -197,14 +196,18 @@ class _Worst:
             for new, kept in zip(here, (self.ratio, self.error, self.bound), strict=True):
                 kept[heads] = torch.where(better, new, kept[heads])
 
-    def count_empty(self, empty: Tensor, seen: Tensor | None, heads: slice = _ALL) -> None:
-        """Take in where, in (B, h, …) numbers, the bound is too wide to say anything."""
+    def count_empty(
+        self, bound: Tensor, largest: Tensor, seen: Tensor | None, heads: slice = _ALL
+    ) -> None:
+        """Take in where a bound, (B, h, …), is so wide as to say nothing: not below `largest`."""
         if seen is None:
-            self.count[heads] += empty[:, 0].numel()
+            self.count[heads] += bound[:, 0].numel()
         else:
-            empty = empty & seen
-            self.count[heads] += _by_head(seen.expand_as(empty)).sum(-1)
-        self.empty[heads] += _by_head(empty).sum(-1)
+            self.count[heads] += _by_head(seen.expand_as(bound)).sum(-1)
+        if bound.amax() < largest.amin():  # as nearly always, and a NaN is not
+            return
+        empty = bound >= largest
+        self.empty[heads] += _by_head(empty if seen is None else empty & seen).sum(-1)
 
     def rows(self, check: str, call: AttentionCall, reason: str = "") -> list[Row]:
         """A row per head; an error that is not a number counts as infinite.
