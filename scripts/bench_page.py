@@ -26,9 +26,8 @@ alone is 3. In shares of a forward of 128 tokens, on one thread: the projections
 attentions 0.23; comparing the logits 0.08. So 3 and 3.5 are below what these checks can take.
 
 `output` is three products of each tile, two of them in float64, which run at the speed of the
-processor's float64 units; they are two fifths of its time at 512 tokens. The rest is exp and a few
-passes over tiles that lie in the cache, and, at 128 tokens, the calls of torch themselves: about
-sixty small ones a tile.
+processor's float64 units; they are half of its time at 1,024 tokens. The rest is exp and a few passes
+over tiles that lie in the cache, and, at 128 tokens, the many small calls of torch themselves.
 """
 """What was aimed at, and what stands in the way where it is missed, from profiles."""
 
