@@ -195,8 +195,7 @@ class _Exponentials:
     """exp(s - the row's largest s) of some rows, in a buffer, and what it was made with."""
 
     exp: Tensor  # (h, R, K), 0 where a row may not attend; R is the rows of all heads served
-    most: Tensor  # (h, R, 1): the largest score that a row may attend to
-    least: Tensor | None  # (h, R, 1): the least score, masked or not, where it was asked for
+    largest: Tensor | None  # (h, R, 1): at least the row's largest |s|, where it was asked for
     counts: Tensor  # (H or 1, t): how many keys a row may attend to
 
 
@@ -221,19 +220,19 @@ class _Scores:
         )
         return cls(text, heads, rule, query.mul_(scaling), key)
 
-    def exponentials(self, start: int, stop: int, *, least: bool = False) -> _Exponentials:
+    def exponentials(self, start: int, stop: int, *, largest: bool = False) -> _Exponentials:
         """Rows `start` to `stop`."""
         groups, reach = len(self.key), self.rule.reach(stop)
         q = self.query[:, start:stop].reshape(groups, -1, self.query.shape[-1])  # (h, R, D)
         exp = _buffers.take("scores", (*q.shape[:2], reach), torch.float64, q)
         torch.bmm(q, self.key[:, :reach].mT, out=exp)  # (h, R, K): scores, as yet
-        low = exp.amin(-1, keepdim=True) if least else None
+        low = exp.amin(-1, keepdim=True) if largest else None  # of what is masked, too
         counts = self._hide(exp, start, stop)
         top = exp.amax(-1, keepdim=True)
         if self.rule.open_to(start) == 0:  # a row may attend to no key
             top = top.masked_fill(top == -torch.inf, 0.0)
         exp.sub_(top).exp_()
-        return _Exponentials(exp, top, low, counts)
+        return _Exponentials(exp, None if low is None else torch.maximum(top, -low), counts)
 
     def _hide(self, scores: Tensor, start: int, stop: int) -> Tensor:
         """Write -inf to the scores, (h, R, K), of keys that a row may not attend to.
@@ -289,14 +288,14 @@ class _Heads:
         counts, largest = [], []
         for i, first in enumerate(range(start, stop, height)):
             last = min(first + height, stop)
-            made = self.scores.exponentials(first, last, least=self.bounds is not None)
+            made = self.scores.exponentials(first, last, largest=self.bounds is not None)
             reach = made.exp.shape[-1]
             torch.bmm(made.exp, self.value[:, :reach], out=product[i].flatten(1, 2))
             counts.append(made.counts)
-            if self.bounds is not None and made.least is not None:
+            if self.bounds is not None and made.largest is not None:
                 scratch = self._buffer("weights", made.exp.shape, torch.float32)
                 self.bounds.sums(made.exp, scratch, sums[i].flatten(1, 2))
-                largest.append(torch.maximum(made.most, -made.least))
+                largest.append(made.largest)
         n = torch.cat(counts, -1)  # (H or 1, t)
         seen = n > 0 if self.scores.rule.open_to(start) == 0 else None
         total = product[..., self.value_size, None]

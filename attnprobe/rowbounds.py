@@ -150,7 +150,7 @@ class RowBounds:
             out.addcmul_(more * (r.tiny * stored), torch.minimum(found, n * self.largest_values))
 
     def _score_error(self, query_norms: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """α and β: ε_j ≤ α·κ_j + β, (h, R, 1) each."""
+        """α and β: ε_j ≤ α·κ_j + β, of the shape of what is given."""
         r = self.rounding
         u = r.accumulate + unit_roundoff(torch.float64)
         root = math.sqrt(self.head_size)

@@ -91,7 +91,7 @@ def test_killed_while_writing(tmp_path):
     out = tmp_path / "page.html"
     view = ap.View("a page", "x" * 3_000_000 + "end", 10, "")
     sizes, left = [0], set()
-    for number in range(400):
+    for number in range(240):
         if number >= 40 and left and max(sizes) == 3_000_003:
             break
         out.write_text("of yesterday")
