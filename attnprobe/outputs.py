@@ -2,9 +2,7 @@
 
 Most of the time of an attention goes by waiting for memory: so a few heads and query rows are taken
 at a time, their scores stay in the processor's cache, and every step is done in place, in the same
-buffers from tile to tile. For the output, the weights are never divided by their sum: it comes out
-of the product with the values, to which a column of ones is added. Pure torch, as
-`attnprobe.formula`.
+buffers from tile to tile. Pure torch, as `attnprobe.formula`.
 """
 
 from __future__ import annotations
@@ -18,19 +16,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnprobe.formula import TILE_BYTES, tiles
+from attnprobe.formula import tiles
 from attnprobe.masks import Rule
 from attnprobe.rounding import Arithmetic
-from attnprobe.rowbounds import RowBounds, holds
+from attnprobe.rowbounds import HeadBounds, RowBounds
 from attnprobe.terms import PLAIN, Terms
+
+TILE_BYTES = 2 * 2**20
+"""About how much the weights of one tile take: no more than the processors' own caches hold beside
+keys and values."""
 
 ROWS = 64
 """How many query rows are taken at a time. More cost more beyond the diagonal; with fewer, matrix
 products run at less than their speed."""
 
 BAND = 4
-"""How many such tiles are divided by their sums and bounded together: numbers of a row are so few
-that each step costs its call."""
+"""How many such tiles are bounded together: numbers of a row are so few that each step costs its
+call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,18 +110,17 @@ def weights(
             here[..., :reach], here[..., reach:] = tile.weights[0], 0.0
         return found
     served, height, step = _steps(query, key, TILE_BYTES)
+    hidden = _Hidden(rule)
     for first in range(0, len(key), step):
         some = slice(first, first + step)
         heads = slice(first * served, (first + step) * served)
-        scores = _Scores.of(0, heads, query[heads], key[some], rule, scaling)
+        scores = _Scores.of(0, heads, query[heads], key[some], hidden, scaling)
         for start in range(begin, end, height):
             stop = min(start + height, end)
-            exp = scores.exponentials(start, stop).exp  # (h, R, K)
+            some_rows, _ = scores.weights(start, stop)  # (h, R, K)
             here = found[heads, start - begin : stop - begin]
-            reach = exp.shape[-1]
-            exp = exp.view(*here.shape[:2], reach)
-            total = exp.sum(-1, keepdim=True)
-            torch.div(exp, total.masked_fill_(total == 0, 1.0), out=here[..., :reach])
+            reach = some_rows.shape[-1]
+            here[..., :reach] = some_rows.view(*here.shape[:2], reach)
             here[..., reach:] = 0.0
     return found
 
@@ -139,27 +140,41 @@ def outputs(
 
     With `rounding`, with the bound of `rounding.bounds`, or, where that is as good, `rowbounds`.
     """
-    if not terms.plain or (rounding is not None and not holds(query, key, scaling, rounding)):
+    bounds = None
+    if terms.plain and rounding is not None:
+        bounds = RowBounds.of(query, key, scaling, rounding)
+    if not terms.plain or (rounding is not None and bounds is None):
         yield from _by_weights(query, key, value, rule, scaling, terms, rounding)
         return
     served, height, step = _steps(query[0], key[0], tile_bytes)
+    hidden = _Hidden(rule)
     for text in range(len(query)):
         for first in range(0, key.shape[1], step):
             some = slice(first, first + step)
             heads = slice(first * served, (first + step) * served)
-            scores = _Scores.of(text, heads, query[text, heads], key[text, some], rule, scaling)
-            few = _Heads.of(scores, value[text, some], scaling, rounding)
+            scores = _Scores.of(text, heads, query[text, heads], key[text, some], hidden, scaling)
+            own = None
+            if bounds is not None:
+                own = bounds.of_heads(text, heads, some, value[text, some])
+            few = _Heads.of(scores, value[text, some], own)
             for start, stop in _bands(query.shape[2], height):
                 yield few.rows(start, stop, height)
 
 
 def _steps(query: Tensor, key: Tensor, tile_bytes: int) -> tuple[int, int, int]:
     """Of (H, T, D) and (h, S, D): how many heads one key head serves, and how many query rows and
-    key heads make a tile of the size aimed at."""
+    key heads make a tile of about the size aimed at.
+
+    Threads share a tile out by its key heads: so there are as many heads, or a multiple.
+    """
     served = len(query) // len(key)
     row = 8 * served * key.shape[1]  # bytes
     rows = min(ROWS, max(1, tile_bytes // row))
-    return served, rows, max(1, min(len(key), tile_bytes // (row * rows)))
+    threads = torch.get_num_threads()
+    fit = max(1, tile_bytes // (row * rows))
+    parts = -(-len(key) // fit)
+    each = -(-len(key) // parts)
+    return served, rows, min(len(key), -(-each // threads) * threads)
 
 
 def _bands(queries: int, height: int) -> Iterator[tuple[int, int]]:
@@ -190,13 +205,30 @@ def _by_weights(
             )
 
 
-@dataclass(frozen=True, eq=False)
-class _Exponentials:
-    """exp(s - the row's largest s) of some rows, in a buffer, and what it was made with."""
+class _Hidden:
+    """Which keys are hidden from the rows of a tile, and how many are not: made once for all heads
+    and tiles where it is the diagonal alone, which is alike in each."""
 
-    exp: Tensor  # (h, R, K), 0 where a row may not attend; R is the rows of all heads served
-    largest: Tensor | None  # (h, R, 1): at least the row's largest |s|, where it was asked for
-    counts: Tensor  # (H or 1, t): how many keys a row may attend to
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def of(self, start: int, stop: int, first: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of rows `start` to `stop` among the keys that they can reach, from `first` on.
+
+        Returns:
+            (B or 1, H or 1, t, K - first) bool, True where hidden; how many of them are not,
+            (B or 1, H or 1, t).
+        """
+        reach = self.rule.reach(stop)
+        size = (stop - start, reach - first)
+        found = self.made.get(size) if first else None
+        if found is None:
+            allowed = self.rule.allowed(start, stop, keys=reach, first=first, device=device)
+            found = ~allowed, allowed.sum(-1)
+            if first:  # nothing but causality hides anything: see `Rule.open_to`
+                self.made[size] = found
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,52 +237,51 @@ class _Scores:
 
     text: int
     heads: slice
-    rule: Rule
+    hidden: _Hidden
     query: Tensor  # (H, T, D), scaled
     key: Tensor  # (h, S, D)
 
     @classmethod
     def of(
-        cls, text: int, heads: slice, query: Tensor, key: Tensor, rule: Rule, scaling: float
+        cls, text: int, heads: slice, query: Tensor, key: Tensor, hidden: _Hidden, scaling: float
     ) -> _Scores:
         """Of query (H, T, D) and key (h, S, D) as the model has them."""
         query, key = (
             _buffers.take(name, one.shape, torch.float64, one).copy_(one)
             for name, one in (("query", query), ("key", key))
         )
-        return cls(text, heads, rule, query.mul_(scaling), key)
+        return cls(text, heads, hidden, query.mul_(scaling), key)
 
-    def exponentials(self, start: int, stop: int, *, largest: bool = False) -> _Exponentials:
-        """Rows `start` to `stop`."""
-        groups, reach = len(self.key), self.rule.reach(stop)
-        q = self.query[:, start:stop].reshape(groups, -1, self.query.shape[-1])  # (h, R, D)
-        exp = _buffers.take("scores", (*q.shape[:2], reach), torch.float64, q)
-        torch.bmm(q, self.key[:, :reach].mT, out=exp)  # (h, R, K): scores, as yet
-        low = exp.amin(-1, keepdim=True) if largest else None  # of what is masked, too
-        counts = self._hide(exp, start, stop)
-        top = exp.amax(-1, keepdim=True)
-        if self.rule.open_to(start) == 0:  # a row may attend to no key
-            top = top.masked_fill(top == -torch.inf, 0.0)
-        exp.sub_(top).exp_()
-        return _Exponentials(exp, None if low is None else torch.maximum(top, -low), counts)
-
-    def _hide(self, scores: Tensor, start: int, stop: int) -> Tensor:
-        """Write -inf to the scores, (h, R, K), of keys that a row may not attend to.
+    def weights(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """softmax of rows `start` to `stop`, in a buffer.
 
         Returns:
-            How many keys are left to each row, (H or 1, t) float64.
+            (h, R, K), 0 where a row may not attend; R is the rows of all heads served. And how many
+            keys each row may attend to, (H or 1, t).
         """
-        reach = scores.shape[-1]
-        first = min(self.rule.open_to(start), reach)
+        rule, groups = self.hidden.rule, len(self.key)
+        reach = rule.reach(stop)
+        q = self.query[:, start:stop].reshape(groups, -1, self.query.shape[-1])  # (h, R, D)
+        scores = _buffers.take("scores", (*q.shape[:2], reach), torch.float64, q)
+        torch.bmm(q, self.key[:, :reach].mT, out=scores)  # (h, R, K)
+        first = min(rule.open_to(start), reach)
         if first == reach:
-            return scores.new_full((1, stop - start), reach)
-        allowed = self.rule.allowed(start, stop, keys=reach, first=first, device=scores.device)
-        allowed = allowed[self.text if len(allowed) > 1 else 0]  # (H or 1, t, K - first)
-        if len(allowed) > 1:
-            allowed = allowed[self.heads]
+            torch.softmax(scores, -1, out=scores)
+            return scores, torch.full((1, stop - start), reach, device=q.device)
+        hidden, counts = (
+            self._own(one) for one in self.hidden.of(start, stop, first, scores.device)
+        )
         by_head = scores.view(len(self.query), stop - start, reach)
-        by_head[..., first:].masked_fill_(~allowed, -torch.inf)
-        return first + allowed.sum(-1).double()
+        by_head[..., first:].masked_fill_(hidden, -torch.inf)
+        torch.softmax(scores, -1, out=scores)
+        if first == 0:  # a row may attend to no key, and softmax then gives NaN
+            by_head.masked_fill_((counts == 0)[..., None], 0.0)
+        return scores, first + counts
+
+    def _own(self, one: Tensor) -> Tensor:
+        """(B or 1, H or 1, …) -> (H or 1, …), of this text and these heads."""
+        one = one[self.text if len(one) > 1 else 0]
+        return one[self.heads] if len(one) > 1 else one
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,66 +289,56 @@ class _Heads:
     """Some heads of one text with their values."""
 
     scores: _Scores
-    value: Tensor  # (h, S, Dv + 2 and more): values, 1, |k|, and ones
+    value: Tensor  # (h, S, Dv + 1 and more): values, |k| or nothing, and zeros
     value_size: int  # Dv
-    bounds: RowBounds | None
+    bounds: HeadBounds | None
 
     @classmethod
-    def of(
-        cls, scores: _Scores, value: Tensor, scaling: float, rounding: Arithmetic | None
-    ) -> _Heads:
+    def of(cls, scores: _Scores, value: Tensor, bounds: HeadBounds | None) -> _Heads:
         """With value (h, S, Dv) as the model has it."""
-        bounds = None if rounding is None else RowBounds.of(scores.key, value, scaling, rounding)
         size = value.shape[-1]
         # Products run faster where rows do not begin a power of two apart.
-        shape = (*value.shape[:2], (size + 2) // 8 * 8 + 8)
+        shape = (*value.shape[:2], (size + 1) // 8 * 8 + 8)
         padded = _buffers.take("value", shape, torch.float64, value)
         padded[..., :size] = value
-        padded[..., size:] = 1.0
+        padded[..., size:] = 0.0
         if bounds is not None:
-            padded[..., size + 1, None] = bounds.norms
+            padded[..., size, None] = bounds.norms
         return cls(scores, padded, size, bounds)
 
     def rows(self, start: int, stop: int, height: int) -> Rows:
         """Rows `start` to `stop`, in n tiles of `height` rows or one that is lower."""
-        heads, groups = len(self.scores.query), len(self.value)
+        heads, groups, size = len(self.scores.query), len(self.value), self.value_size
         tiles = -(-(stop - start) // height)
         shape = (tiles, groups, heads // groups, (stop - start) // tiles)  # (n, h, H/h, R)
         product = self._buffer("product", (*shape, self.value.shape[-1]), torch.float64)
-        sums = self._buffer("sums", (*shape, 2 * self.value_size), torch.float32)
-        counts, largest = [], []
+        sums = self._buffer("sums", (*shape, 2 * size), torch.float32)
+        counts = []
         for i, first in enumerate(range(start, stop, height)):
-            last = min(first + height, stop)
-            made = self.scores.exponentials(first, last, largest=self.bounds is not None)
-            reach = made.exp.shape[-1]
-            torch.bmm(made.exp, self.value[:, :reach], out=product[i].flatten(1, 2))
-            counts.append(made.counts)
-            if self.bounds is not None and made.largest is not None:
-                scratch = self._buffer("weights", made.exp.shape, torch.float32)
-                self.bounds.sums(made.exp, scratch, sums[i].flatten(1, 2))
-                largest.append(made.largest)
+            weights, n = self.scores.weights(first, min(first + height, stop))
+            reach = weights.shape[-1]
+            torch.bmm(weights, self.value[:, :reach], out=product[i].flatten(1, 2))
+            if self.bounds is not None:
+                scratch = self._buffer("weights", weights.shape, torch.float32)
+                self.bounds.sums(weights, scratch, sums[i].flatten(1, 2))
+            counts.append(n)
         n = torch.cat(counts, -1)  # (H or 1, t)
-        seen = n > 0 if self.scores.rule.open_to(start) == 0 else None
-        total = product[..., self.value_size, None]
-        if seen is not None:
-            total = total.masked_fill(total == 0, 1.0)
-        output = product.new_empty(heads, stop - start, self.value_size)
-        torch.div(product[..., : self.value_size], total, out=_tiled(output, shape))
+        output = product.new_empty(heads, stop - start, size)
+        _tiled(output, shape).copy_(product[..., :size])
         bound = None
         if self.bounds is not None:
             bound = torch.empty_like(output)
-            norms = torch.linalg.vector_norm(self.scores.query[:, start:stop], dim=-1, keepdim=True)
             self.bounds.output(
                 sums,
-                total,
-                product[..., self.value_size + 1, None],
+                product[..., size, None],
                 _tiled(output, shape),
-                _tiled(norms, shape),
-                torch.stack(largest).view_as(total),
-                _tiled(n.expand(heads, -1)[..., None], shape),
+                _tiled(self.bounds.of_query[:, start:stop], shape),
+                _tiled(self.bounds.call.by_count[n].expand(heads, -1, -1), shape),
                 reach,
+                scratch=product[..., :size],
                 out=_tiled(bound, shape),
             )
+        seen = n > 0 if self.scores.hidden.rule.open_to(start) == 0 else None
         return Rows(self.scores.text, self.scores.heads, start, stop, output, bound, seen)
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

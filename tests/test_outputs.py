@@ -11,17 +11,17 @@ from attnprobe.formula import tiles
 from attnprobe.masks import GivenMask, MaskRule
 from attnprobe.outputs import attention, outputs, weights
 from attnprobe.rounding import arithmetic
-from attnprobe.rowbounds import holds
+from attnprobe.rowbounds import RowBounds
 from attnprobe.terms import Terms
 
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS, SIZE, VALUE_SIZE = 2, 6, 3, 11, 17, 10, 7
 SCALING = 0.3
 
 
-def operands(seed=0, dtype=torch.float32, spread=2.0, queries=QUERIES, keys=KEYS):
+def operands(seed=0, dtype=torch.float32, spread=2.0, queries=QUERIES, keys=KEYS, size=SIZE):
     torch.manual_seed(seed)
-    query = torch.randn(BATCH, HEADS, queries, SIZE) * spread
-    key = torch.randn(BATCH, KEY_HEADS, keys, SIZE)
+    query = torch.randn(BATCH, HEADS, queries, size) * spread
+    key = torch.randn(BATCH, KEY_HEADS, keys, size)
     value = torch.randn(BATCH, KEY_HEADS, keys, VALUE_SIZE)
     return [one.to(dtype) for one in (query, key, value)]
 
@@ -104,17 +104,21 @@ def test_weights_of_one_text_equal_the_tiles(name, text, rows, terms, tile, monk
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tile_bytes", [1, 2**21])
-def test_bound_is_that_of_the_weights_and_little_more(name, dtype, tile_bytes):
+@pytest.mark.parametrize("size", [SIZE, 64])
+def test_bound_is_that_of_the_weights_and_little_more(name, dtype, tile_bytes, size):
     rounding = arithmetic(dtype, "sdpa")
-    given = operands(dtype=dtype)
-    assert holds(*given[:2], SCALING, rounding)
+    given = operands(dtype=dtype, size=size)
+    assert RowBounds.of(*given[:2], SCALING, rounding) is not None
     _, least, seen = by_tiles(*given, RULES[name], rounding=rounding)
     _, bound, _ = assembled(*given, RULES[name], rounding=rounding, tile_bytes=tile_bytes)
     ratio = (bound / least)[seen.expand(bound.shape[:3])]
-    print(name, dtype, ratio.min(), ratio.mean(), ratio.max())
+    print(name, dtype, size, ratio.min(), ratio.mean(), ratio.max())
     assert ratio.min() >= 1 - 1e-9
-    assert ratio.mean() <= 1.15
-    assert ratio.max() <= 1.3
+    # Beside size + 8 units of |q||k|, scores may be off by 5 of |s| and 3 of the row's largest:
+    # here by as many of |q||k| and of |q| times the largest |k|.
+    norms = given[1].double().norm(dim=-1)
+    given_away = (5 + 3 * (norms.amax(-1, keepdim=True) / norms).max()) / (size + 8)
+    assert ratio.max() <= 1 + given_away
 
 
 @settings(max_examples=30, deadline=None)
