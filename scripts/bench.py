@@ -34,6 +34,7 @@ OWN = {
     "hooks": "forward hooks that keep q, k, v and z",
     "capture": "attnprobe `capture`",
     "capture and weights": "attnprobe `capture`, and all weights, a layer at a time",
+    "products": "a plain forward, and the products that `output` needs, alone",
     "verify output": 'attnprobe `verify(lm, ids, checks=["output"])`',
     "verify all": "attnprobe `verify(lm, ids)`, every check",
 }

@@ -6,6 +6,7 @@ way is prepared: the others need not be there.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -74,6 +75,39 @@ def hooks(model: GPT2LMHeadModel) -> Run:
                 stack.callback(qkv.remove)
                 stack.callback(z.remove)
             return model(ids).logits, kept
+
+    return run
+
+
+def products(model: GPT2LMHeadModel) -> Run:
+    """A forward, and the least that a check of `output` in float64 does of each layer: q·k, softmax
+    and ·V below the diagonal, and one float32 product of the weights for the bound. No mask, no
+    bound, nothing compared: tiles of 64 rows of 4 heads, as `attnprobe.outputs` takes them at 1,024
+    tokens, all in memory that is there."""
+    heads, layers = model.config.n_head, model.config.n_layer
+    size, height, some = model.config.n_embd // heads, 64, 4
+
+    def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.rand(shape, dtype=dtype)
+
+    def run(ids: Tensor) -> Any:
+        texts, tokens = ids.shape
+        query, key, value = (random(heads, tokens, size) for _ in range(3))
+        absolute = random(heads, tokens, 2 * size, dtype=torch.float32)
+        scores = random(some * height * tokens)
+        narrow = torch.empty_like(scores, dtype=torch.float32)
+        for first in [*range(0, heads, some)] * layers * texts:
+            own = slice(first, min(first + some, heads))
+            for start in range(0, tokens, height):
+                stop = min(start + height, tokens)
+                shape = (own.stop - first, stop - start, stop)
+                weights = scores[: math.prod(shape)].view(shape)
+                torch.bmm(query[own, start:stop], key[own, :stop].mT, out=weights)
+                torch.softmax(weights, -1, out=weights)
+                torch.bmm(weights, value[own, :stop])
+                rounded = narrow[: math.prod(shape)].view(shape).copy_(weights)
+                torch.bmm(rounded, absolute[own, :stop])
+        return model(ids).logits
 
     return run
 
@@ -195,7 +229,8 @@ WAYS: dict[str, tuple[Callable[[GPT2LMHeadModel], Run], str]] = {
         one.__name__.replace("_", " "): (one, "eager" if one in EAGER else "sdpa")
         for one in (
             plain,
-            *(output_attentions, hooks, capture, capture_and_weights, verify_output, verify_all),
+            *(output_attentions, hooks, capture, capture_and_weights),
+            *(products, verify_output, verify_all),
             *(bridge_all, bridge_attention, nnsight_hooks, nnsight_weights),
             *(torchlens_trace, torchlens_softmax),
         )

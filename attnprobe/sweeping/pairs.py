@@ -136,8 +136,9 @@ def _of_head(place: Place, groups: list[tuple[Any, int]], top: int) -> Any:
     parts = -(-rows // MERGED)
     best = _schema().empty_table().select(["query", "key", "count"])
     for part in range(parts):
-        some = pa.concat_tables(_part(file, group, part, parts) for file, group in groups)
-        best = pa.concat_tables([best, _summed(some, top)])
+        found = [_part(file, group, part, parts) for file, group in groups]
+        best = pa.concat_tables([best, _summed(found, top)])
+        pa.default_memory_pool().release_unused()  # else it keeps what the largest head took
         # Ties go by the words, so that the same are kept whatever the order of merging.
         order = [("count", "descending"), ("query", "ascending"), ("key", "ascending")]
         best = best.sort_by(order)[:top]
@@ -146,14 +147,19 @@ def _of_head(place: Place, groups: list[tuple[Any, int]], top: int) -> Any:
     return pa.table(columns, schema=_schema())
 
 
-def _summed(some: Any, top: int) -> Any:
-    """The counts of equal pairs added up: the `top` largest, and those that are as large."""
+def _summed(found: list[Any], top: int) -> Any:
+    """The counts of equal pairs added up: the `top` largest, and those that are as large. `found`
+    is emptied, so that memory need not hold it and what is made of it."""
     import pyarrow as pa
 
+    some = pa.concat_tables(found)
+    found.clear()
     some = some.unify_dictionaries()
     query, key = (some[name].combine_chunks() for name in ("query", "key"))
     codes = pa.table([query.indices, key.indices, some["count"]], ["query", "key", "count"])
+    del some
     summed = codes.group_by(["query", "key"]).aggregate([("count", "sum")])
+    del codes
     count = summed["count_sum"].to_numpy()
     if len(count) > top:
         large = pa.array(count >= np.partition(count, -top)[-top])
