@@ -25,10 +25,13 @@ alone is 3. In shares of a forward of 128 tokens, on one thread: the projections
 0.42, of which the products alone are 0.27; `output` 0.16; `merge` 0.13; the formula in place of the
 attentions 0.23; comparing the logits 0.08. So 3 and 3.5 are below what these checks can take.
 
-`output` is three products of each tile, two of them in float64, which run at the speed of the
-processor's float64 units; they are half of its time at 1,024 tokens. The rest is exp and a few
-passes over tiles that lie in the cache, and, at 128 tokens, the many small calls of torch
-themselves.
+`output` is three products of each tile below the diagonal, two in float64 and, for the bound, one
+in float32, with a softmax between them. The row “the products that `output` needs, alone” is a
+forward and these, without a mask, a bound or a comparison: what is above a goal there, no such
+check can meet. Where it was profiled (two cores of an AMD EPYC), they ran at two thirds of the 90
+GFLOP/s that a large float64 product reaches: of a tile of 64 rows, what is read of keys and values
+weighs more. What the check takes beside them is the passes over output and bound, number by number,
+and, at 128 tokens, the many small calls of torch themselves.
 """
 """What was aimed at, and what stands in the way where it is missed, from profiles."""
 
