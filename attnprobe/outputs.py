@@ -205,30 +205,35 @@ def _by_weights(
             )
 
 
+_Counted = tuple[Tensor, Tensor]
+
+
 class _Hidden:
     """Which keys are hidden from the rows of a tile, and how many are not: made once for all heads
     and tiles where it is the diagonal alone, which is alike in each."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
-        self.made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.made: dict[tuple[int, int], _Counted] = {}
 
-    def of(self, start: int, stop: int, first: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def of(self, start: int, stop: int, first: int, device: torch.device) -> _Counted:
         """Of rows `start` to `stop` among the keys that they can reach, from `first` on.
 
         Returns:
             (B or 1, H or 1, t, K - first) bool, True where hidden; how many of them are not,
             (B or 1, H or 1, t).
         """
-        reach = self.rule.reach(stop)
-        size = (stop - start, reach - first)
-        found = self.made.get(size) if first else None
-        if found is None:
-            allowed = self.rule.allowed(start, stop, keys=reach, first=first, device=device)
-            found = ~allowed, allowed.sum(-1)
-            if first:  # nothing but causality hides anything: see `Rule.open_to`
-                self.made[size] = found
-        return found
+        if first == 0:  # else nothing but causality hides anything: see `Rule.open_to`
+            return self._made(start, stop, first, device)
+        size = (stop - start, self.rule.reach(stop) - first)
+        if size not in self.made:
+            self.made[size] = self._made(start, stop, first, device)
+        return self.made[size]
+
+    def _made(self, start: int, stop: int, first: int, device: torch.device) -> _Counted:
+        keys = self.rule.reach(stop)
+        allowed = self.rule.allowed(start, stop, keys=keys, first=first, device=device)
+        return ~allowed, allowed.sum(-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -121,6 +121,21 @@ def test_bound_is_that_of_the_weights_and_little_more(name, dtype, tile_bytes, s
     assert ratio.max() <= 1 + given_away
 
 
+def test_bound_is_that_of_the_weights_where_scores_are_as_large_as_their_operands():
+    """Of one number each, |q·k| is |q||k|; and of keys of one length the largest is each: nothing
+    is given away but the float32 sums' rounding, though scores be off by so much that expm1 tells.
+    """
+    given = [
+        one / one.abs() * size for one, size in zip(operands(size=1), (3e4, 1, 1), strict=True)
+    ]
+    rounding, rule = arithmetic(torch.float32, "sdpa"), RULES["all keys"]
+    _, least, _ = by_tiles(*given, rule, rounding=rounding)
+    _, bound, _ = assembled(*given, rule, rounding=rounding)
+    assert least.min() > 0.009
+    np.testing.assert_allclose(bound / least, 1, atol=1e-5)
+    assert (bound >= least).all()
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 2**31),
