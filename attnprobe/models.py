@@ -42,7 +42,6 @@ _UNUSABLE = (
     ImportError,
     RuntimeError,
     struct.error,
-    SafetensorError,
     StrictDataclassError,
     UnpicklingError,
 )
@@ -322,6 +321,11 @@ def _refusing(name: str) -> Iterator[None]:
         yield
     except AttnprobeError:
         raise
+    except SafetensorError as error:
+        raise ModelError(
+            f"{name} cannot be loaded: a file of its weights is damaged ({_in_short(error)}). Get "
+            "it again"
+        ) from error
     except _UNUSABLE as error:
         raise ModelError(f"{name} cannot be loaded: {_in_short(error)}") from error
     except Exception as error:

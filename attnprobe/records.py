@@ -495,7 +495,7 @@ class Capture:
         name = self.model_name or "no model"
         left_out = f", {len(self.left_out)} not kept" if self.left_out else ""
         return (
-            f"Capture({name}: {len(self)} texts, {int(self.padding.sum())} tokens, "
+            f"Capture({name}: {counted(len(self), 'text')}, {int(self.padding.sum())} tokens, "
             f"{len(self.calls)} attention calls{left_out})"
         )
 

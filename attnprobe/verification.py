@@ -107,8 +107,10 @@ def _chosen(checks: Sequence[str] | None) -> tuple[str, ...]:
     if isinstance(checks, str) or not isinstance(checks, Sequence | None):
         raise InputError(f"expected a list of checks, got {checks!r}")
     chosen = CHECKS if checks is None else tuple(checks)
+    if not chosen:
+        raise InputError(f"no check was given; the checks are {', '.join(CHECKS)}")
     unknown = [name for name in chosen if name not in CHECKS]
-    if unknown or not chosen:
+    if unknown:
         raise InputError(f"unknown check {unknown}; the checks are {', '.join(CHECKS)}")
     return chosen
 

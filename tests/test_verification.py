@@ -203,6 +203,32 @@ def test_logits_are_not_checked_without_a_model(gpt2):
     assert frame[frame.check == "logits"].reason.tolist() == ["the capture has no model with it"]
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_operand_that_is_not_finite_leaves_nothing_to_compare_and_says_so(gpt2, bad):
+    cap = ap.capture(gpt2("sdpa"), TEXTS[0])
+    query = cap.calls[1].query.clone()
+    query[0, 5, 2, 7] = bad
+    report = ap.verify(changed(cap, 1, query=query), checks=["output"])
+    frame = report.to_frame()
+    wrong = frame[frame.verdict != "verified"]
+    assert wrong[["layer", "head"]].values.tolist() == [[1, 5]]
+    assert "NaN or infinity" in wrong.reason.item()
+    assert not report.passed
+    assert "NaN or infinity" in report.summary
+
+
+def test_an_output_of_another_shape_is_refused_by_layer_and_shape(gpt2):
+    cap = ap.capture(gpt2("sdpa"), TEXTS[0])
+    output = cap.calls[2].head_output_model
+    with pytest.raises(ap.InputError, match=r"layer 2: head_output_model is \(1, 5, 6, \d+\)"):
+        ap.verify(changed(cap, 2, head_output_model=output[:, :5]), checks=["output"])
+
+
+def test_no_check_at_all_is_refused(gpt2):
+    with pytest.raises(ap.InputError, match="no check was given"):
+        ap.verify(ap.capture(gpt2("sdpa"), TEXTS[0]), checks=[])
+
+
 def test_what_is_not_a_number_is_a_mismatch(gpt2):
     cap = ap.capture(gpt2(), TEXTS)
     output = cap.calls[0].head_output_model.clone()

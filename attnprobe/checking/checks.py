@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnprobe.checking.basis import basis_of, row_blocks
 from attnprobe.checking.report import Row
+from attnprobe.errors import InputError
 from attnprobe.formula import Tile
 from attnprobe.projections import merged, projected, unsure
 from attnprobe.records import AttentionCall
@@ -23,6 +24,8 @@ from attnprobe.records import AttentionCall
 _AWAY = "the layer's weights are offloaded between forwards, so there is nothing to compare with"
 
 _ALL = slice(None)
+
+_NOT_FINITE = "what the kernel was given or gave holds NaN or infinity, so it has no bound"
 
 _EMPTY = "{} in {} may round these scores so far that the output could be any of the values'"
 
@@ -117,6 +120,13 @@ def _output(call: AttentionCall) -> list[Row]:
     if basis.unheld:
         return [Row("output", call.layer, None, reason=basis.unheld)]
     assert call.head_output_model is not None
+    batch, heads, queries, _ = call.query.shape
+    expected = (batch, queries, heads, call.value.shape[-1])
+    if call.head_output_model.shape != expected:
+        raise InputError(
+            f"layer {call.layer}: head_output_model is {tuple(call.head_output_model.shape)}, and "
+            f"its query and value ask for {expected}: give the call as it was captured"
+        )
     worst, largest = _Worst(call.heads, call.query.device), _largest_error(call)
     for rows in basis.outputs():
         assert rows.bound is not None
@@ -219,7 +229,8 @@ class _Worst:
         numbers = zip(self.error.tolist(), self.bound.tolist(), empty, strict=True)
         for head, (error, bound, is_empty) in enumerate(numbers):
             error = math.inf if math.isnan(error) else error
-            row = Row(check, call.layer, head, error, bound, reason)
+            why = reason or (_NOT_FINITE if math.isnan(bound) else "")
+            row = Row(check, call.layer, head, error, bound, why)
             if row.verdict == "verified" and is_empty:
                 row = Row(check, call.layer, head, reason=_EMPTY.format(call.kernel, call.dtype))
             rows.append(row)

@@ -171,7 +171,8 @@ def _token_ids(
             raise InputError(f"a bare model takes token ids; for a {what}, give (model, tokenizer)")
         for number, one in enumerate(text):
             if not one:
-                raise InputError(f"{what} {number} is empty: there is nothing to attend to")
+                which = what if len(text) == 1 else f"{what} {number}"
+                raise InputError(f"{which} is empty: there is nothing to attend to. Give a word")
             refuse_surrogates(one)
         return tuple(text), [list(lm.tokenizer(one, verbose=False)["input_ids"]) for one in text]
     if any(isinstance(one, Mapping) for one in text):

@@ -106,7 +106,9 @@ class Folder:
                     f"{counted(len(self.finished()), 'shard')} finished and readable (read_sweep); "
                     "make room and run the same again to go on from there"
                 ) from error
-            raise AttnprobeError(f"cannot write to {self.path}: {reason}") from error
+            raise AttnprobeError(
+                f"cannot write to {self.path}: {reason}. Give a folder that can be written"
+            ) from error
 
     # The manifest
 
