@@ -101,10 +101,11 @@ class RowBounds:
         found = query_norms.new_empty(*query_norms.shape[:2], 3)
         served = found.view(len(largest), -1, 3)  # (h, H/h·T, 3): rows by the key head
         alpha, beta, convex = served.chunk(3, -1)
-        size = query_norms.view_as(alpha) * c
+        norms = query_norms.view_as(alpha)
+        size = norms * c
         # What step 1 has before it subtracts, and what |s| is at most: of κ_j, and of no key.
         by_key = size * ((1.0 + stored) * product + stored) + (1.0 + stored) * flushed
-        alone = (1.0 + stored) * flushed * (size / c + 2.0 * root)
+        alone = (1.0 + stored) * flushed * (norms + 2.0 * root)
         torch.add(by_key * (1.0 + unit), size, alpha=unit, out=alpha)
         torch.add(alone * (1.0 + 2.0 * unit), (size + by_key) * largest, alpha=unit, out=beta)
         error = alpha * largest + beta  # E

@@ -90,9 +90,7 @@ def test_where_a_worker_fails_each_of_its_ways_gets_one_of_its_own(monkeypatch):
 def test_what_is_kept_is_counted_once_and_exactly():
     sizes = {"layers": 2, "heads": 3, "width": 30, "vocabulary": 101, "tokens": 16, "texts": 2}
     ways = ["plain", "hooks", "plain eager", "output attentions", "verify output"]
-    done(
-        {"what": "memory", "shape": sizes, "ways": ["verify output"]}
-    )  # whose buffers then are there
+    done({"what": "memory", "shape": sizes, "ways": ["verify output"]})  # its buffers are there now
     found = done({"what": "memory", "shape": sizes, "ways": ways})
     logits = 4 * 2 * 16 * 101
     qkv, z, weights = 4 * 2 * 16 * 90, 4 * 2 * 16 * 30, 4 * 2 * 3 * 16 * 16
